@@ -104,12 +104,14 @@ class Randomness:
     """The states of all global generators at one moment: torch's (CPU and devices in use), Python's and NumPy's."""
 
     def __init__(self, tensors: Iterable[Tensor], *, only_torch: bool = False) -> None:
+        """Read the state of every generator."""
         # `tensors`: on the devices in use. `only_torch` leaves out Python's and NumPy's, which take far longer to read
         # and to write.
         devices = {tensor.device for tensor in tensors if tensor.device.type not in _WITHOUT}
+        # (read, write) of each generator's state, torch's first.
         self._generators = [_generator_of(device) for device in sorted(devices, key=str)]
         self._generators.append((torch.get_rng_state, torch.set_rng_state))
-        self._of_torch = len(self._generators)
+        self._of_torch = len(self._generators)  # how many of them are torch's
         if not only_torch:
             self._generators.append((random.getstate, random.setstate))
         if not only_torch and "numpy" in sys.modules:
@@ -123,7 +125,7 @@ class Randomness:
             write(state)
 
     def drawn(self, *, outside: bool = False) -> bool:
-        """Return whether a number was drawn since; ``outside``: by Python's or NumPy's generator."""
+        """Return whether a number was drawn since states were read; ``outside``: by Python's or NumPy's generator."""
         pairs = list(zip(self._generators, self._states, strict=True))[self._of_torch if outside else 0 :]
         return any(not _same(read(), state) for (read, _), state in pairs)
 
@@ -137,6 +139,7 @@ def _generator_of(device: torch.device) -> tuple[Callable[[], Any], Callable[[An
 
 
 def _same(one: Any, two: Any) -> bool:
+    """Return whether two states of a generator are equal."""
     if isinstance(one, Tensor):
         return torch.equal(one, two)
     if isinstance(one, dict):
@@ -146,7 +149,7 @@ def _same(one: Any, two: Any) -> bool:
 
 @contextmanager
 def unnoticed(tensors: Iterable[Tensor]) -> Iterator[Randomness]:
-    """Run a model for a look at it: afterwards every generator is where it was, and nothing was said."""
+    """Within the block, run a model without gradients or warnings; afterwards every generator is where it was."""
     # Yields the states of the generators before.
     before = Randomness(tensors)
     try:
@@ -167,7 +170,7 @@ _EACH_ALIKE: Final = frozenset(
 
 
 class AlikeDraws(_torch.DispatchMode):
-    """Lets every sample meet the same random numbers, wherever it stands and however many there are."""
+    """Gives every sample the same random numbers, wherever it stands in the batch and whatever its size."""
 
     # Those of one row are drawn, and repeated along the first axis and that of the samples.
     def __init__(self, axis: int) -> None:
@@ -196,7 +199,7 @@ class AlikeDraws(_torch.DispatchMode):
         return result
 
     def _drawn(self, func: Any, named: Mapping[str, Any], given: Any) -> Tensor | None:
-        """Draw numbers that are alike for all samples; None where that is not known."""
+        """Draw the numbers of one row and repeat them for all samples; None for an operation unknown here."""
         name = func.overloadpacket.__name__
         if name in ("bernoulli", "bernoulli_"):
             # Nothing is dropped that need not be, as in `WithoutDropout`.
@@ -221,7 +224,7 @@ _LOUDER: Final = 8.0
 
 @dataclass(frozen=True)
 class Batch:
-    """What a forward was called with."""
+    """Inputs of a forward, and other batches made of them: samples replaced, exchanged or left out."""
 
     inputs: Any  # its positional and its keyword inputs
     size: int  # B, at least 2
@@ -269,7 +272,7 @@ class Batch:
 
     @property
     def left(self) -> list[int]:
-        """A few samples, which are also run by themselves where those of `apart` come out otherwise."""
+        """Samples for a second run of fewer, where those of `subset` come out otherwise by rounding."""
         return self.subset if self.by_place else self.drawn[: max(2, self.size // 4)]
 
     @property
@@ -334,7 +337,7 @@ class Batch:
         return tensor.detach().index_copy(axis, places, rows).requires_grad_(tensor.requires_grad)
 
     def looked_up_louder(self, samples: Sequence[int], keys: set[Any], rows: Tensor, ids: Tensor) -> Tensor:
-        """Return what was looked up by ids of the inputs, whose memory is known by its keys; by others as it is."""
+        """Return looked-up rows made louder if their ids are among the inputs (`keys`: of memory), else as they are."""
         return self.louder(samples, rows, ids) if _torch.memory_key(ids) in keys else rows
 
     def copies(self, samples: Sequence[int]) -> list[int]:
@@ -363,7 +366,7 @@ class Batch:
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes the shapes of every call's tensors."""
+    """Records the shapes of every call's arguments and results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,6 +375,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run a function, and its operations if it is written in Python, and record shapes."""
         kwargs = kwargs or {}
         key, before = self.calls.key(func), shapes_of((args, kwargs))
         around = key[0]
@@ -392,7 +396,7 @@ class _Recorder(TorchFunctionMode):
 def resized(
     model: nn.Module, run: Callable[[Any], Sequence[Tensor]], inputs: Any, *, batch_size: int, axis: int
 ) -> Resized | None:
-    """Run a model on a few samples of a batch, or on one more: the last one repeated."""
+    """Run a model on a few samples, or on one more, and record all shapes; None where no other size runs."""
     # Buffers and random states are put back. `run` runs the model on inputs and returns its output tensors. None where
     # it runs with no other number of samples.
     one_more = [*range(batch_size), batch_size - 1]

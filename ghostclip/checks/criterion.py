@@ -69,7 +69,7 @@ class KnownLoss:
     cast: torch.dtype | None  # of autocast, where it was on
 
     def refusal(self, batch_size: int, axis: int, *, mean: bool, unchecked: Unchecked, copied: Copied) -> str | None:
-        """Return why a loss is refused in which samples follow each other; empty where none does."""
+        """Run the loss on other batches; return why it is refused, "" if samples are independent, None if undecided."""
         # `mean`: whether one loss for all is a mean over the samples, else their sum. `copied` lets leaves stand for
         # the model's parameters; None where the model must not run. Returns None where an argument may as well be as
         # long as the batch by chance: another batch tells.
@@ -110,7 +110,7 @@ class KnownLoss:
         return ""
 
     def _refusal_by_halves(self, model: nn.Module, batch: Batch, unchecked: Unchecked, copied: Copied) -> str:
-        """Return why one loss for all is refused, of a function that runs the model: it is not that of its halves."""
+        """Return why a scalar loss that runs the model itself is refused: it is not that of its halves."""
         if copied is None:
             unchecked.missed("ranks hold the model in parts", CRITERION)
             return ""
@@ -129,7 +129,7 @@ class KnownLoss:
         return _NOT_OF_HALVES if follow else ""
 
     def _computed(self, inputs: Any, axes: Sequence[int | None], whole: int) -> list[Tensor]:
-        """Return the gradients of what the function was given and, where there is one for each sample, the losses."""
+        """Return the gradients of the function's arguments and, where it has one for each sample, the losses."""
         # `axes`: the samples' axis of what has a gradient, None where there is none. `whole`: the number of samples
         # that one loss for all was a mean over; 0 where it was a sum.
         args, kwargs = _tree.mapped(lambda leaf: leaf.tensor if isinstance(leaf, _Whole) else leaf, inputs)
@@ -149,7 +149,7 @@ class KnownLoss:
 
 
 class _CriterionModule(nn.Module):
-    """A module in the place of a criterion: what it holds is put back as a model's buffers are."""
+    """Module that holds a criterion, so that its state is restored as a model's is."""
 
     def __init__(self, criterion: Any, outputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def _cut_off(leaf: Any) -> Any:
 
 
 def _as_long(batch: Batch, run: Callable[[Any], Any]) -> list[Tensor]:
-    """Return the arguments that are as long as the batch, but beside which fewer samples have losses as well."""
+    """Return arguments that merely have as many rows as samples: the loss runs with them beside fewer samples."""
     whole = []
     for leaf in _tree.tensors(batch.inputs):
         if leaf.requires_grad or batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis) is None:
@@ -179,6 +179,6 @@ def _as_long(batch: Batch, run: Callable[[Any], Any]) -> list[Tensor]:
 
 
 def _with_whole(arguments: Any, whole: Sequence[Tensor]) -> Any:
-    """Return arguments, some of which are left as they are."""
+    """Return the arguments with some tensors marked as left whole, whatever samples the others are of."""
     ids = set(map(id, whole))
     return _tree.mapped(lambda leaf: _Whole(leaf) if id(leaf) in ids else leaf, arguments)

@@ -86,7 +86,7 @@ def loss_has_custom_backwards(roots: Sequence[Any], forward: ForwardContext) -> 
 
 
 def without_scale(capture: CaptureContext, begun: Sequence[Start]) -> str:
-    """Look for a layer of the latest forward to which gradients of the outputs come, and do not follow their scale.
+    """Return why a mean is refused: a layer's gradient that does not follow the scale of the outputs'; else "".
 
     Cost:
         Three backwards; more where something differs.
@@ -102,7 +102,7 @@ def without_scale(capture: CaptureContext, begun: Sequence[Start]) -> str:
 
 
 def probed(capture: CaptureContext, begun: Sequence[Start], weights: Sequence[Weights], *, linear: bool) -> Probe:
-    """Run backwards to the layers of the latest forward, whose rows were decided before."""
+    """Run backwards with these weights of samples to the latest forward's layers; return the probe that saw them."""
     # `linear`: all of it is torch's.
     probe, states = Probe({}, capture.describe_module, linear), capture.sites.states()
     size, anywhere = capture.forward.batch_size, partial(on_any, capture.gathering)
@@ -113,7 +113,7 @@ def probed(capture: CaptureContext, begun: Sequence[Start], weights: Sequence[We
 
 
 def _scales(capture: CaptureContext) -> list[Weights]:
-    """Return what all samples are multiplied by, in one backward after the other."""
+    """Return weights for several backwards: all samples by one power of two each."""
     powers = _FEW_POWERS if capture.forward.has_float16 else _POWERS
     return [dict.fromkeys(range(capture.forward.batch_size), 2.0**power) for power in (0, *powers)]
 
@@ -199,7 +199,7 @@ def refuse_backwards_of_the_batch(
 
 
 def _about(grad: Tensor) -> Tensor:
-    """Return two numbers of a gradient that hardly any other has: its norm and a sum of its entries; shape ``(2,)``."""
+    """Return two numbers that identify a gradient: its norm and a scaled sum of its entries, shape ``(2,)``."""
     values = (grad.to_dense() if grad.is_sparse else grad).flatten()
     return torch.stack([values.norm(), values.sum() / max(1, len(values)) ** 0.5]).double()
 
@@ -207,7 +207,7 @@ def _about(grad: Tensor) -> Tensor:
 def _standing_out(
     arrived: Callable[..., dict[str, Tensor]], one: Sequence[Any], other: Sequence[Any], coarsest: torch.dtype
 ) -> tuple[str, bool]:
-    """Return a parameter whose gradients two backwards differ in by more than noise, and whether any are within it."""
+    """Return (a parameter whose gradients in two backwards differ beyond noise or "", whether any differ at all)."""
     first, second = arrived(*one), arrived(*other)
     names = _differing(first, second, coarsest)
     if not names:
@@ -218,7 +218,7 @@ def _standing_out(
 
 
 def _off(one: dict[str, Tensor], other: dict[str, Tensor], name: str) -> float:
-    """Return how far two gradients of a parameter are from each other; one that did not come is nowhere."""
+    """Return the distance of a parameter's two gradients; 0 where one of them is missing."""
     if name not in one or name not in other:
         return 0.0
     return float((one[name].nan_to_num() - other[name].nan_to_num()).abs().max())

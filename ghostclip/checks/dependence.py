@@ -74,7 +74,7 @@ class DependenceStart:
 
 @dataclass(frozen=True)
 class _Event:
-    """What went into or came out of a module."""
+    """Tensors that went into or came out of one call of a module."""
 
     path: str
     module: nn.Module
@@ -135,7 +135,7 @@ def taken(batch: Any, samples: Sequence[int], *, batch_size: int, axis: int, fol
 
 
 def note_shared(batch: Any, size: int | None, seen: set[tuple[int, ...]], whose: int = 0) -> None:
-    """Note tensors that all samples share: those that were as long beside another number of samples."""
+    """Record tensors that all samples share in `SHARED`: they were as long beside another number of samples."""
     # `seen`: by place and shape those of earlier batches; added to.
     for place, tensor in enumerate(_tree.tensors(batch)):
         key = whose, place, *tensor.shape
@@ -146,7 +146,7 @@ def note_shared(batch: Any, size: int | None, seen: set[tuple[int, ...]], whose:
 
 
 def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
-    """Return an input's batch dimension, of size B: as the graph shows it, the expected one, or axis 0; else None."""
+    """Return the axis of size B of an input: as the graph shows it, the expected one, or 0; None without one."""
     if not isinstance(leaf, (Tensor, np.ndarray)) or (isinstance(leaf, Tensor) and leaf in SHARED):
         return None
     # The graph shows it of states of a recurrent layer (layers, B, ...) that another forward made.
@@ -230,6 +230,7 @@ def spread_out(batch_size: int, most: int) -> list[int]:
 
 
 def _trace(model: nn.Module, run: Callable[[Any], object], batch: Any) -> _Events:
+    """Run a model on a batch with fixed random numbers, and record what goes into and out of every module."""
     events: _Events = {}
     calls: Counter[tuple[str, bool]] = Counter()
 
@@ -302,6 +303,7 @@ def _undone(event: _Event, later: Sequence[_Event], mixed: Sequence[tuple[int, .
 
 
 def _start(event: _Event, events: Sequence[_Event], shape: tuple[int, ...], replaced: _Replaced) -> DependenceStart:
+    """Return the description of where samples mix, from the first mixed event."""
     if event.is_output:
         return DependenceStart(event.path, event.module, "", shape, replaced.batch_size, replaced.sample)
     # Mixed rows that are handed to a child were mixed by the code around it.
@@ -324,6 +326,7 @@ def _mixed_shape(event: _Event, other: _Event | None, replaced: _Replaced) -> tu
 
 
 def _is_mixed(first: Tensor, second: Tensor, replaced: _Replaced) -> bool | None:
+    """Return whether a tensor changed in rows of other samples than the replaced one; None where rows are unknown."""
     if first.shape != second.shape or first.dtype != second.dtype or first.numel() == 0:
         return None
     maps = candidates(first.shape, replaced.batch_size, axis=replaced.axis) if first.dim() else []

@@ -63,14 +63,16 @@ _OPEN: Final = 0.5
 
 
 class OpenGates(_torch.DispatchMode):
-    """While it is entered, the gates of a model are open: see the module's docstring."""
+    """Within it, values that hide a dependence are changed: constant parameters, and factors that are zero."""
 
     def __init__(self, model: nn.Module) -> None:
+        """Remember the model; `__enter__` changes it."""
         # What the model holds is put back at the end, without a trace in its tensors' versions.
         super().__init__()
         self._model = model
         # makes rows of a table, which were looked up by ids, louder where they are of samples that are to be
         self.louder: Callable[[Tensor, Tensor], Tensor] | None = None
+        # (tensor, this rank's part of it, the value it held everywhere, its version since it was opened)
         self._closed: list[tuple[Tensor, Tensor, float, int]] = []
 
     def __enter__(self) -> "OpenGates":
@@ -91,7 +93,7 @@ class OpenGates(_torch.DispatchMode):
         self._close(self._closed)
 
     def leave_written(self) -> bool:
-        """Close gates that the forward writes to, and which another run would find as they were; return whether any."""
+        """Restore the values of gates that the forward writes itself, and return whether there were any."""
         written = [gate for gate in self._closed if _torch.version(gate[0]) != gate[-1]]
         self._closed = [gate for gate in self._closed if _torch.version(gate[0]) == gate[-1]]
         self._close(written)
@@ -99,6 +101,7 @@ class OpenGates(_torch.DispatchMode):
 
     @staticmethod
     def _close(gates: Sequence[tuple[Tensor, Tensor, float, int]]) -> None:
+        """Write the constant value back into each gate."""
         for _, part, value, _ in gates:
             part.fill_(value)
 
@@ -118,6 +121,7 @@ class OpenGates(_torch.DispatchMode):
 
 
 def _opened(factor: Any) -> Any:
+    """Return a factor, or one half in the place of zero."""
     if isinstance(factor, Tensor):
         is_number = factor.dim() == 0 and factor.is_floating_point()
         return torch.where(factor == 0, _OPEN, factor) if is_number else factor
@@ -149,7 +153,7 @@ def _only_value(tensor: Tensor) -> float | None:
 
 
 def _others(like: Tensor, value: float, *, seed: int) -> Tensor:
-    """Return values that differ from one and, of a vector, lie on one side of it: a variance stays positive."""
+    """Return values around a constant that differ from it; of a vector all to one side: a variance stays positive."""
     # A product of numbers for each place along every axis, so that next to nothing is drawn. A matrix adds up as many
     # as it has columns: its entries have both signs, and are smaller the more there are.
     generator = torch.Generator().manual_seed(seed)
@@ -217,7 +221,7 @@ def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unche
 
 
 def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> str:
-    """Return what was done to the batch when outputs for other samples changed; empty if they never did."""
+    """Return what was done to the batch when outputs of other samples changed; "" if they never did."""
     # `run` runs the model on inputs and returns its output tensors. `unchecked` is told what could not run, and why.
     plain = plainly(run)
 
@@ -253,7 +257,7 @@ def tried(
     look: Callable[[Randomness, torch.dtype], T],
     passing: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> tuple[T | None, str]:
-    """Look at a model in runs that leave nothing behind, with gradients where it raises without."""
+    """Run ``look`` with the model's state restored after it, with gradients where it raises without."""
     # It may differentiate within its forward. `look` is given the states of the generators and the dtype with the
     # fewest digits in use. Returns what was found and the empty string; or None and the name of the error that the
     # model raised both times. Errors in `passing` are handed on.
@@ -274,7 +278,7 @@ def tried(
 def scalars_that_follow(
     model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked, *, parameters: Sequence[Tensor]
 ) -> frozenset[ScalarKey]:
-    """Return which scalars that a model computes have gradients that no samples' gradients add up to."""
+    """Return the model's scalars whose gradient is neither mean nor sum of two halves' gradients."""
     # `parameters`: leaves that stand for the trainable ones. What picks samples of a batch may pick the same ones of
     # its halves, so that there are two pairs of these at first. Random numbers belong to places: where some are drawn,
     # the batch and one with every sample in the place before its own stand for the whole, and the same two with some
@@ -317,7 +321,7 @@ def scalars_that_follow(
 
 
 def _is_of_both(whole: Tensor, first: Tensor, second: Tensor, share: float, tolerance: float) -> bool:
-    """Return whether a scalar's gradient is that of two parts of the batch together; `share`: of the first of them."""
+    """Return whether a gradient is the mean, the sum, or either one, of the gradients of two parts of the batch."""
     # As a mean, a sum, or what depends on no sample, and is the same of either part.
     sought = first * share + second * (1 - share), first + second, first, second
     off_mean, off_sum, *off_one = [float((whole - each)[0].norm()) for each in sought]
@@ -343,7 +347,7 @@ def tensors_in(modules: Iterable[nn.Module]) -> dict[AttributeKey, Tensor]:
 
 
 def _shown(parameter: Tensor, grad: Tensor | None) -> Tensor:
-    """Return two numbers that change with a gradient, each with the size of what it is a sum of, ``(2, 2)`` float64."""
+    """Return two sums over a gradient that change with it, each with its norm: ``(2, 2)``, float64."""
     if grad is None:
         return torch.zeros(2, 2, dtype=torch.float64, device=parameter.device)
     # Of a table a gradient may be sparse. Entries round independently of each other.
@@ -359,7 +363,7 @@ def refuse_memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch, 
 
 
 def memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch) -> tuple[tuple[bool | None, ...] | None, str]:
-    """Return whether outputs follow the samples of the run before, None where that cannot be told, as `tried` does."""
+    """Return whether outputs follow the samples of the run before (None: unknown), and the error as in `tried`."""
     # Empty where nothing is left behind. `state`: what the model held before a forward. `run` runs it with what it
     # holds from the run before.
     every, plain = range(batch.size), plainly(run)
@@ -383,7 +387,7 @@ def memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch) -> tupl
 
 
 def among_larger_ones(model: nn.Module, run: Run, batch: Batch) -> tuple[list[bool | None] | None, str]:
-    """Return whether outputs change when others are replaced by larger ones and gates are open, as `tried` does."""
+    """Return whether outputs change beside larger samples with gates open (None: unknown), as `tried` does."""
     few = batch.few()
     outcome = tried(model, batch, partial(_differ_behind, model, run, few, loud=not batch.shared))
     for asked, differs in ((few, not batch.shared), (batch, few is not batch)):
@@ -396,7 +400,7 @@ def among_larger_ones(model: nn.Module, run: Run, batch: Batch) -> tuple[list[bo
 def _settle(
     outcome: tuple[Sequence[bool | None] | None, str], refusal: str, unchecked: Unchecked, check: str, when: str
 ) -> None:
-    """Refuse a model by what was found of it, or note whether a check ran."""
+    """Refuse the model if outputs differed, else report to ``unchecked`` whether the check ran."""
     differ, raised = outcome
     if differ and True in differ:
         raise SampleMixingError(refusal)
@@ -409,7 +413,7 @@ def _settle(
 def _differ_behind(
     model: nn.Module, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype, *, loud: bool
 ) -> list[bool | None]:
-    """Return for each set of replaced samples whether others' outputs changed; None where that cannot be told."""
+    """Return for two sets of replaced samples whether other samples' outputs changed, gates open."""
 
     def moved(samples: Sequence[int]) -> bool | None:
         inputs = batch.copied(samples)
@@ -457,14 +461,14 @@ class _Reruns:
         return others.differ(self.base, self.run(inputs))
 
     def differ_among(self, samples: Sequence[int]) -> bool | None:
-        """Return whether samples, some of them twice, come out otherwise among themselves; None if that is unknown."""
+        """Return whether these samples, run as a batch of their own, come out otherwise; None if unknown."""
         try:
             return self.differ_or_raise(samples)
         except Exception:  # noqa: BLE001 - it may take its samples in their order alone, or as many as there are
             return None
 
     def differ_or_raise(self, samples: Sequence[int]) -> bool | None:
-        """Return whether samples come out otherwise among themselves, or raise what the model does."""
+        """Return whether these samples, run as a batch of their own, come out otherwise; errors pass."""
         batch = self.batch
         tolerances = TOLERANCE if len(samples) == batch.size else FEWER_TOLERANCE
         others = _Outputs(batch, samples, range(len(samples)), tolerances, self.coarsest)
@@ -478,7 +482,7 @@ class _Reruns:
         return others.differ(self.base, self.run(batch.of_samples(samples)))
 
     def changed(self, unchecked: Unchecked) -> str:
-        """Return what was done to the batch when other samples' outputs changed; empty if they never did."""
+        """Try batches from cheap to exact; return what was done when other samples' outputs changed, else ""."""
         moved: bool | None = None
         batch, draws = self.batch, self.before.drawn()
         in_place = batch.by_place or batch.shared
@@ -493,7 +497,7 @@ class _Reruns:
         return changed if changed or in_place or not draws else self._changed_with_alike_draws(unchecked)
 
     def _changed_with_alike_draws(self, unchecked: Unchecked) -> str:
-        """Return the same where every sample meets the same random numbers, so that it may stand anywhere."""
+        """As `changed`, for a model that draws random numbers: every sample gets the same ones."""
         # Which rows were selected may have been drawn.
         batch = replace(self.batch, maps=[row_map and row_map.of_first(0) for row_map in self.batch.maps])
         self.before.restore()
@@ -515,7 +519,7 @@ class _Reruns:
         return "half of the samples were left out" if fewer else ""
 
     def _changed_in_place(self, unchecked: Unchecked) -> str:
-        """Return the same where the samples that stay keep their places."""
+        """As `changed`, with samples replaced while the others keep their places."""
         fewer, differ, batch, before = None, list[bool | None](), self.batch, self.before
 
         def moved(samples: Sequence[int]) -> bool:
@@ -543,7 +547,7 @@ class _Reruns:
 
 
 def _are_positional(model: nn.Module, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype) -> bool:
-    """Return whether a list of as many values as there are samples may hold one for each of them."""
+    """Return whether a list with as many values as samples may hold one for each of them."""
     # It does if the values of replaced samples move no other sample's output. Then all samples are put in another
     # order, with their values. It does not if they do: lists are then what all samples share. False where such values
     # are all the same, too: then nothing goes by them. Outputs that follow the samples' places are refused.
@@ -569,13 +573,14 @@ def _are_positional(model: nn.Module, run: Run, batch: Batch, before: Randomness
 
 
 def _shows(batch: Batch, samples: Sequence[int]) -> bool:
-    """Return whether the lists' values differ when others stand in some samples' places."""
+    """Return whether replacing samples changes some value in the lists among the inputs."""
     one, other = (_tree.leaves(inputs) for inputs in (batch.inputs, batch.with_lists(samples)))
     values = [pair for pair in zip(one, other, strict=True) if pair[0] is not pair[1]]
     return any(batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis) is None for leaf, _ in values)
 
 
 def _note(unchecked: Unchecked, check: str, differ: Sequence[bool | None]) -> None:
+    """Report whether a check ran: not where some comparison was impossible."""
     if None in differ:
         unchecked.missed("rows of an output cannot be told apart in another batch, or met other random numbers", check)
     elif True not in differ:
@@ -583,7 +588,7 @@ def _note(unchecked: Unchecked, check: str, differ: Sequence[bool | None]) -> No
 
 
 def _meets_other_numbers(run: Run, batch: Batch, other: Any, before: Randomness) -> bool:
-    """Return whether rows of samples may have met other random numbers than in the batch as it was."""
+    """Return whether a sample may get other random numbers in another batch."""
     seen = []
     for inputs in (batch.inputs, other):
         before.restore()
@@ -612,7 +617,7 @@ def coarsest_dtype(tensors: Iterable[Tensor], autocast: torch.dtype | None) -> t
 
 @dataclass(frozen=True)
 class _Outputs:
-    """Outputs for some samples of a batch, to be held against those for all."""
+    """Compares outputs for other batches with those of the batch itself, sample by sample."""
 
     batch: Batch
     order: Sequence[int]  # which sample of the batch stands at each place of the others
@@ -636,7 +641,7 @@ class _Outputs:
         return False if pairs and self.batch.trained.isdisjoint(lost) else None
 
     def _rows(self, one: Tensor, two: Tensor, row_map: RowMap | None) -> tuple[Tensor, Tensor] | None:
-        """Return two outputs with their samples first."""
+        """Return two outputs with samples first; None where they cannot be split into samples."""
         size, of_two = self.batch.size, self._other_map(row_map, one)
         if row_map is None or of_two is None:
             return None
@@ -688,6 +693,7 @@ class _Outputs:
         return bool((apart.abs().amax(2).amin(1) > near).any())
 
     def _differs(self, first: Tensor, second: Tensor) -> bool:
+        """Return whether rows of the same samples differ by more than the tolerance."""
         if first.dtype in self.tolerances:
             tolerance = max(self.tolerances[first.dtype], self.tolerances[self.coarsest])
         else:

@@ -87,7 +87,7 @@ class Number:
         return self.divides or is_whole or not looks_plain(self.factor)
 
     def describe(self) -> str:
-        """Return in words what was done with it."""
+        """Return what was done with it in the loss, for an error message."""
         if self.chosen:
             return "chosen by a condition without axes (torch.where, masked_fill)"
         what = f"{self.given:g}" if self.plain else f"a tensor without axes ({self.given:g})"
@@ -146,13 +146,14 @@ class Path:
         return [*passed[sum(not picks for _, picks in steps) - 1 :], end] if self.picked else [end]
 
     def cut(self, position: int) -> "Path":
-        """Return the way to one of the values on it, with the factors of the whole."""
+        """Return the path to an earlier value on it, ``position`` counted from the end, with all its factors."""
         # `position`: the value's number from the end, -1 for the last: ways of one form begin in sums of any length.
         steps = self._way()
         edge, picks = steps[max(position, -len(steps))]
         return replace(self, ends=(edge,), picked=self.picked[:picks])
 
     def _way(self) -> list[tuple[Edge, int]]:
+        """Return (edge, how many picks led to it) from the scalar to the end."""
         steps, link = [], self.way
         while link is not None:
             edge, picks, link = link
@@ -187,7 +188,7 @@ def paths(roots: Sequence[tuple[Edge, Path]], is_output: Callable[[Edge], bool])
 
 
 def grouped(all_paths: Iterable[Path], parameters: frozenset[str]) -> dict[tuple[Any, ...], list[Path]]:
-    """Put the ways of one form to the same values together, whose factors add up; those to no forward are nobody's."""
+    """Group paths of one form to the same values, whose factors add up; paths to no forward are left out."""
     # `parameters`: names of those that the forward used: a loss of another head is another loss. Keys tell ways again
     # in the next step: their form, and which of its values they lead to.
     groups: dict[tuple[Any, ...], list[Path]] = {}
@@ -223,6 +224,7 @@ def _reached_by(path: Path, way: Any) -> Path:
 
 
 def _ended(edge: Edge, name: str, path: Path) -> Path:
+    """Return the path with its end: a value, or the inputs of a torch loss with that loss's own reduction."""
     node, key = edge[0], (*path.key, name)
     kind, factors = _KINDS.get(_torch.saved_or(node, "reduction", 0)), path.factors
     if name in _WEIGHTS:
@@ -280,6 +282,7 @@ def _follow(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]] | None
 
 
 def _through(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]]:
+    """Return the inputs of a linear operation with factor ±1 or alpha, each with its path."""
     node = edge[0]
     if name in _JOINED:
         path = _and(path, name, reduced=(ReducedAxes("joined"),))
@@ -324,6 +327,7 @@ def _and(
     picked: tuple[ReducedAxes, ...] = (),
     factors: tuple[Factors, ...] = (),
 ) -> Path:
+    """Return a path extended by an operation, with the factors or reductions that this adds."""
     return Path(
         numbers=path.numbers + numbers,
         reduced=path.reduced + reduced,
@@ -355,6 +359,7 @@ def _axis(saved: int, count: int) -> int:
 
 
 def _reduction(node: Any, name: str) -> ReducedAxes:
+    """Return the axes that a sum or mean node reduces."""
     sizes = tuple(_torch.saved(node, "self_sym_sizes"))
     axes = list(range(len(sizes)))
     if name.endswith("1") and len(_torch.saved(node, "dim")):
@@ -363,7 +368,7 @@ def _reduction(node: Any, name: str) -> ReducedAxes:
 
 
 def _spread(edge: Edge, following: Edge, path: Path) -> Path:
-    """Note the axes along which a value is repeated."""
+    """Return the path with the axes along which an input is broadcast."""
     after, before = shape_at(edge), shape_at(following)
     if after == before or after is None or before is None:
         return path
@@ -373,6 +378,7 @@ def _spread(edge: Edge, following: Edge, path: Path) -> Path:
 
 
 def _scaled(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]] | None:
+    """Return the input of a product or quotient by a constant with its path; None where two inputs are in the graph."""
     node = edge[0]
     if name.endswith("1"):
         inner, constant = node.next_functions[0], _torch.saved(node, "other")
@@ -394,7 +400,7 @@ def _scaled(edge: Edge, name: str, path: Path) -> list[tuple[Edge, Path]] | None
 
 
 def _number(constant: Any, *, divides: bool, axes: int) -> Number | None:
-    """Return a factor that all values, of so many axes, have in common; None for weights of each."""
+    """Return a constant that all values share; None for weights of each."""
     per_feature = has_axes = False
     if isinstance(constant, Tensor):
         if not _is_one(constant):

@@ -157,7 +157,7 @@ def refuse_beyond_outputs(
 
 
 def _refuse_normalised(node: Any, forward: ForwardContext) -> None:
-    """Refuse weights of the samples, one each, of which what they add up to shows that others are in each of them."""
+    """Refuse a node that multiplies samples by weights whose sum shows that they were normalised over the batch."""
     dims = max((len(shape_at(edge) or ()) for edge in node.next_functions if edge[0] is not None), default=0)
     for weights in (_torch.saved_or(node, name, None) for name in _FACTORS):
         if not isinstance(weights, Tensor) or weights.requires_grad or not weights.is_floating_point():
@@ -170,7 +170,7 @@ def _refuse_normalised(node: Any, forward: ForwardContext) -> None:
 
 
 def _whole_sum(weights: Tensor, size: int) -> str:
-    """Return what weights of the samples add up to where nobody but their batch has made it so; else nothing."""
+    """Return the sum of the weights ("0", "1", "their number") where they look normalised over the batch, else ""."""
     if weights.numel() != size or size < _FEWEST or weights.layout is not torch.strided or 0 in weights.stride():
         return ""
     values = _torch.part_of(weights).detach().double().flatten().cpu()
@@ -186,7 +186,7 @@ def _whole_sum(weights: Tensor, size: int) -> str:
 
 
 def refuse_following(roots: Sequence[Any], forward: ForwardContext) -> None:
-    """Refuse a loss that goes through a scalar of the model's that follows the batch, or whose function does."""
+    """Refuse a loss through a model's scalar that depends on the batch as a whole, or whose function does."""
     if forward.refusal:
         raise LossReductionError(forward.refusal)
     pending, seen = list(map(edge_of, roots)) if forward.following else [], set[Any]()
@@ -201,7 +201,7 @@ def refuse_following(roots: Sequence[Any], forward: ForwardContext) -> None:
 
 
 def has_hooks(roots: Sequence[Any], forward: ForwardContext, *, outputs_alone: bool = False) -> bool:
-    """Return whether there are hooks between a loss and a model's outputs, or were set on these after the forward."""
+    """Return whether hooks stand between a loss and a model's outputs, or were set on outputs after the forward."""
     # Where no hook was set since the forward began, the graph is not looked at.
     if hooks_of_others() == forward.hooks_before:
         return False
@@ -223,7 +223,7 @@ def hooks_below(roots: Sequence[Any], forward: ForwardContext) -> list[Any]:
 
 
 def _outputs_below(begun: Iterable[Edge], nodes: Sequence[tuple[Any, list[Edge]]]) -> list[Edge]:
-    """Return a model's outputs that values of a loss were computed from, by way of nodes."""
+    """Return the model's outputs that a part of a loss's graph begins from."""
     ends = [*begun, *(edge for _, inputs in nodes for edge in inputs)]
     return [edge for edge in ends if edge[0] is not None and is_output(edge)]
 
@@ -296,7 +296,7 @@ def _refuse_foreign(roots: Sequence[Any], is_own: Callable[[nn.Parameter], bool]
 
 
 def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Sizes) -> str:
-    """Return from which shapes to which all samples meet as many rows, as (B, 1) broadcast with (B,) does; else ""."""
+    """Return "shapes becomes shape" if a node pairs all samples with as many rows, as (B, 1) with (B,); else ""."""
     after = shape_at((node, 0)) or ()
     axes = _axes_of_samples(after, size)
     if axes < _TWO_AXES:
@@ -314,7 +314,7 @@ def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Si
 
 
 def _remaining_shapes(node: Any) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of what a node was computed from, without axes that other values take the place of."""
+    """Yield the shapes of a node's inputs without the axes that it contracts or picks along."""
     # Of outputs (B, B) times targets (B, B), one axis of the result is the targets'.
     name = node.name()
     for number, edge in enumerate(node.next_functions):
@@ -341,14 +341,14 @@ def _axes_of_samples(shape: Sequence[int], size: int) -> int:
 
 
 class Unheard:
-    """Lets the layer go unheard whose output is the model's own: its hooks run where a gradient is taken."""
+    """Receiver that ignores gradients: for backwards whose results are taken from the graph itself."""
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Do nothing."""
 
 
 def note_proved(begun: Sequence[Start]) -> None:
-    """Note the outputs of a forward that was proved."""
+    """Store on the nodes of a proved forward's outputs how their rows map to samples."""
     # `begun`: where the backwards of its proof began.
     for start in begun:
         if start.edge.tensor is not None and start.edge.tensor.grad_fn is not None:
@@ -357,7 +357,7 @@ def note_proved(begun: Sequence[Start]) -> None:
 
 
 def proved_outputs(begun: Sequence[Start]) -> dict[Edge, _Rows]:
-    """Find the proved outputs, and the layers beside them, that some values of a loss were computed from."""
+    """Return the proved outputs, and layers beside them, behind values of a loss, with how their rows lie."""
     # An output's row map is as it was noted, a layer's as its rows were read.
     pending, seen, proved = [edge_of(start.edge.source) for start in begun], set[Edge](), dict[Edge, _Rows]()
     while pending:
@@ -376,7 +376,7 @@ def proved_outputs(begun: Sequence[Start]) -> dict[Edge, _Rows]:
 
 
 def takes_outputs_alone(root: Any) -> bool:
-    """Return whether a loss comes into the model through proved outputs alone; refuse rows that nothing has shown."""
+    """Return whether a loss depends on the model through proved outputs alone; refuse rows of unknown samples."""
     entries = proved_outputs([Start(GradientSource.of(root), WHOLE)])
     beside = [node for node, number in entries if number not in node.metadata.get(_PROVED, {})]
     for use in (node.metadata[METADATA_KEY] for node in beside):
@@ -389,7 +389,7 @@ def takes_outputs_alone(root: Any) -> bool:
 def separates_samples(
     begun: Sequence[Start], ends: dict[Edge, _Rows], weights: Sequence[Weights], *, batch_size: int, linear: bool
 ) -> bool:
-    """Return whether samples leave zeros in the other samples' rows of proved outputs, and move none of these.
+    """Return whether each sample's values have zero gradients in other samples' rows, whoever these are.
 
     Cost:
         For each of them a backward from the values to the outputs; three where gradients differ.
@@ -429,7 +429,7 @@ def input_separates_samples(tensor: Tensor, forward: ForwardContext, *, linear: 
 def _separates_samples(
     begun: Sequence[Start], ends: dict[Edge, _Rows], weights: Weights, company: Company, batch_size: int
 ) -> bool:
-    """Return whether samples leave zeros in the other samples' rows; what arrives is compared in company."""
+    """Run one weighted backward; return whether rows of samples with weight 0 get zeros."""
     roots, root_grads = roots_of(begun, batch_size, weights)
     with backward_entry.unseen():
         grads = gradients_at(roots, root_grads, list(ends))

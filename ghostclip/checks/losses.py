@@ -67,15 +67,17 @@ def _is_steep(node: Any) -> bool:
 
 
 def _picks(node: Any) -> bool:
+    """Return whether a node picks entries along one axis (topk, max, sort)."""
     return _kind(node) in _PICKING and isinstance(_torch.saved_or(node, "dim", None), int)
 
 
 def _kind(node: Any) -> str:
+    """Return a node's operation name."""
     return re.sub(r"Backward\d*$", "", node.name())
 
 
 def separates_at_any_slope(begun: Sequence[Start], sets: Sequence[set[int]], *, batch_size: int, axis: int) -> bool:
-    """Return whether gradients of some samples' values leave zeros in all others' outputs, whatever slopes are."""
+    """Return whether samples stay apart if the slope of each elementwise operation on the way is 1, too."""
     # True also where that cannot be told, and where they do not even with slopes as they are.
     if not any(_is_steep(node) for node, _ in above_outputs(edge_of(start.edge.source) for start in begun)):
         return True
@@ -84,6 +86,7 @@ def separates_at_any_slope(begun: Sequence[Start], sets: Sequence[set[int]], *, 
 
 
 def _is_separated(begun: Sequence[Start], sets: Sequence[set[int]], *, batch_size: int, axis: int) -> bool:
+    """Return whether, at true slopes and at slopes of 1, some map leaves zeros in other samples' rows."""
     maps = dict[Edge, list[RowMap]]()
     for steep in (False, True):
         for samples in sets:
@@ -138,7 +141,7 @@ def _on_any_rank(holds: Sequence[bool], mesh: Any, device: torch.device) -> list
 
 
 def _followed(begun: Sequence[Start], samples: set[int], *, batch_size: int, steep: bool) -> dict[Edge, Tensor] | None:
-    """Follow gradients of some samples' values to a model's outputs; None where there is too much on the way."""
+    """Carry gradients of some samples' values to the model's outputs; None where the graph is too large."""
     arrived, ends, numbers = defaultdict[Any, dict[int, Tensor]](dict), dict[Edge, Tensor](), count()
     pending = list[tuple[int, int, Any]]()
 
@@ -173,7 +176,7 @@ def _followed(begun: Sequence[Start], samples: set[int], *, batch_size: int, ste
 
 
 def _behind(node: Any, grads: dict[int, Tensor], *, steep: bool) -> Sequence[Tensor | None]:
-    """Return the gradients of a node's inputs."""
+    """Return the gradients of a node's inputs, with ``steep`` as if its slope were 1."""
     if steep and _is_steep(node) and 0 in grads and not _is_for_nothing(node):
         known = _of_any_pick(node, grads[0]) if _picks(node) else _at_slope_one(node, grads[0])
         if known is not None:
@@ -183,7 +186,7 @@ def _behind(node: Any, grads: dict[int, Tensor], *, steep: bool) -> Sequence[Ten
 
 
 def _of_any_pick(node: Any, grad: Tensor) -> list[Tensor | None]:
-    """Return the gradient of what entries were picked from, along an axis, as if all had been."""
+    """Return the input gradient of a picking operation as if every entry along the axis had been picked."""
     sizes = shape_at(node.next_functions[0]) or ()
     if not sizes:
         return [grad]
@@ -290,7 +293,7 @@ class LossRows:
         self._evidence, self._capture, self._forward, self._advice = evidence, capture, forward, advice
 
     def of(self, ends: Sequence[Ends]) -> list[tuple[RowMap, int | None]]:
-        """Prove that each of some values belongs to one sample, and tell to which."""
+        """Prove that each of some values belongs to one sample; return (row map, index of an earlier value or None)."""
         # Any assignment of the values to samples will do, if no sample's values touch another sample's rows; so will
         # one of values nearer to the scalar. Returns how each value's rows map to samples, or those of which value
         # before it (None for its own). A value without rows of samples is refused: the loss is no sum over them.
@@ -310,6 +313,7 @@ class LossRows:
         return _separates_samples(self._capture, begun, None, self._forward.batch_size)
 
     def _of_one(self, end: Ends) -> tuple[RowMap, int | None]:
+        """Return the row map of a value, or of one nearer to the scalar, that keeps samples apart; else refuse."""
         tried = False
         before = [(Ends((edge,), end.name), number) for number, edge in enumerate(end.passed) if shape_at(edge)]
         for values, number in [(end, None), *reversed(before)]:
@@ -328,7 +332,7 @@ class LossRows:
         raise SampleMixingError(f"{MIXED.format(self._where(end))}{views} {self._advice}")
 
     def _where(self, ends: Ends) -> str:
-        """Name the operation that brings samples together, as far as the graph tells."""
+        """Return the sentence that names the operation that brings samples together."""
         current, name = ends, ends.name
         for _ in range(_MAX_DESCENT):
             below = [
@@ -345,6 +349,7 @@ class LossRows:
         return f" They meet in '{in_words(name)}'."
 
     def _any_fits(self, end: Ends) -> bool:
+        """Return whether some row map of a value keeps samples apart."""
         size = self._forward.batch_size
         maps = _maps_of(end, self._forward)
         return any(_separates_samples(self._capture, _starts(end, [row_map]), None, size) for row_map in maps)
@@ -365,12 +370,13 @@ def _separates_samples(
 
 
 def _starts(ends: Ends, maps: Sequence[RowMap]) -> list[Start]:
+    """Return where backwards from some values begin, one for each row map."""
     sources = [source_at(*edge) for edge in ends.edges]
     return [Start(source, row_map) for row_map in maps for source in sources if source is not None]
 
 
 def _maps_of(ends: Ends, forward: ForwardContext) -> list[RowMap]:
-    """List the ways in which values may belong to the samples, the likeliest first."""
+    """Return how rows of values may map to samples, the likeliest first."""
     (node, number), size = ends.edges[0], forward.batch_size
     shape = shape_at((node, number)) or ()
     maps = candidates(shape, size, axis=forward.batch_axis)

@@ -48,7 +48,7 @@ _OWN: Final = frozenset(vars(nn.Module()))
 
 
 class _Noted(NamedTuple):
-    """One object's state at one moment."""
+    """One recorded value: whether it has changed, and how to restore it."""
 
     changed: Callable[[], bool]
     put_back: Callable[[], object]
@@ -58,12 +58,13 @@ class Reachable:
     """The state of everything mutable that some objects reach, at one moment."""
 
     def __init__(self, roots: Iterable[Any], *, arguments: Iterable[Any] = (), known: Iterable[Any] = ()) -> None:
+        """Record the state of all that roots and arguments reach, up to limits of number and size."""
         # `roots`: functions, classes and objects that are looked into as far as they are the user's; `arguments`:
         # whoever has written their classes. `known`: somebody else looks after them.
-        self._noted: list[_Noted] = []
+        self._noted: list[_Noted] = []  # everything recorded
         self._generators: list[_Noted] = []  # those of them that are generators
-        self._names: set[tuple[int, str]] = set()
-        self._elements = 0
+        self._names: set[tuple[int, str]] = set()  # (table, name) of globals that are recorded
+        self._elements = 0  # copied so far
         # Held, so that their numbers stay their own.
         self._seen: dict[int, Any] = {id(item): item for item in known}
         pending = deque(chain(((item, True) for item in arguments), ((item, False) for item in roots)))
@@ -89,7 +90,7 @@ class Reachable:
                 noted.put_back()
 
     def _note(self, item: Any, *, passed: bool) -> Iterable[Any]:
-        """Note one object, and return what it reaches."""
+        """Record one object's state, and return the objects that it refers to."""
         for kinds, note in _BY_KIND:
             if isinstance(item, kinds):
                 return note(self, item)
@@ -103,28 +104,32 @@ class Reachable:
         return ()
 
     def _add(self, read: Callable[[], Any], write: Callable[[Any], object], *, same: Callable[..., Any] = is_) -> Any:
-        """Note a value that is read and written; returns it."""
+        """Record a value with how it is read, written and compared; return it."""
         value = read()
         self._noted.append(_Noted(lambda: not same(read(), value), lambda: write(value)))
         return value
 
     def _may_copy(self, elements: int) -> bool:
+        """Return whether so many more elements may be copied, and count them."""
         fits = self._elements + elements <= _MAX_ELEMENTS
         self._elements += elements * fits
         return fits
 
     def _attribute(self, item: Any, name: str) -> Any:
+        """Record an attribute and return its value; None where there is none."""
         if getattr(item, name, _ABSENT) is _ABSENT:
             return None
         return self._add(lambda: getattr(item, name, _ABSENT), partial(setattr, item, name))
 
     def _of_tensor(self, tensor: Tensor) -> Iterable[Any]:
+        """Record a copy of a tensor, compared by version."""
         if type(tensor) in _TENSORS and not tensor.is_inference() and self._may_copy(tensor.numel()):
             value = tensor.detach().clone()
             self._add(partial(_torch.version, tensor), lambda _: tensor.detach().copy_(value))
         return ()
 
     def _of_numpy(self, item: Any, *, is_array: bool) -> Iterable[Any]:
+        """Record an array, or the state of a NumPy generator."""
         if not is_array:
             bits = getattr(item, "bit_generator", None)
             read, write = (
@@ -139,6 +144,7 @@ class Reachable:
         return ()
 
     def _of_container(self, box: Any) -> Iterable[Any]:
+        """Record the elements of a list, dict, set or deque, and return them."""
         kind: Any = next(kind for kind in _CONTAINERS if isinstance(box, kind))
 
         def read() -> list[Any]:
@@ -155,6 +161,7 @@ class Reachable:
         return [*(parts if len(parts) <= _MAX_LENGTH else ()), getattr(box, "__dict__", None)]
 
     def _of_cell(self, cell: types.CellType) -> Iterable[Any]:
+        """Record a variable of a closure, and return its value."""
         try:
             return (self._add(lambda: cell.cell_contents, partial(setattr, cell, "cell_contents")),)
         except ValueError:
@@ -162,7 +169,7 @@ class Reachable:
             return ()
 
     def _of_function(self, function: types.FunctionType) -> Iterable[Any]:
-        """Note what a function's code names: variables around it, and globals of the user's modules."""
+        """Record the variables that a function's code names: its closure, and globals of the user's modules."""
         reached: list[Any] = list(function.__closure__ or ())
         if not _is_users(function.__module__):
             return reached
@@ -177,7 +184,7 @@ class Reachable:
         return reached
 
     def _of_class(self, kind: type) -> Iterable[Any]:
-        """Note the data of a class of the user's; its methods are looked into as functions."""
+        """Record the attributes of a class of the user's, and return them with its bases."""
         if not _is_users(kind.__module__):
             return ()
         table = dict(vars(kind))
@@ -187,9 +194,11 @@ class Reachable:
         return [*table.values(), *kind.__bases__]
 
     def _of_callable(self, item: Any) -> Iterable[Any]:
+        """Return the parts of a bound method, partial or property."""
         return [getattr(item, name, None) for name in ("__self__", "__func__", "func", "args", "keywords", "fget")]
 
     def _of_stream(self, read: Any, write: Any, same: Callable[[Any, Any], bool]) -> Iterable[Any]:
+        """Record the state of a random generator."""
         self._add(read, write, same=same)
         self._generators.append(self._noted[-1])
         return ()
@@ -210,6 +219,7 @@ _BY_KIND: Final[tuple[tuple[Any, Callable[[Any, Any], Iterable[Any]]], ...]] = (
 
 
 def _slots_of(kind: type) -> Iterator[str]:
+    """Yield the names of a class's slots, mangled as attributes are."""
     slots = vars(kind).get("__slots__", ())
     for name in (slots,) if isinstance(slots, str) else tuple(slots):
         if name not in ("__dict__", "__weakref__"):
@@ -245,6 +255,7 @@ class ModuleState:
     """The buffers and attributes of a model's modules at one moment, and what their code reaches outside of them."""
 
     def __init__(self, model: nn.Module, *, arguments: Iterable[Any] = (), outside: bool = True) -> None:
+        """Record buffers, attributes and what the modules' code reaches."""
         # `arguments`: objects that its forward is called with; tensors are kept by whoever hands out copies of them.
         # `outside`: what lies outside the modules counts.
         self._model, self._hooks = model, _hooks_of(model)

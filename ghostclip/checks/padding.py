@@ -103,7 +103,7 @@ class _InputAxis(NamedTuple):
 
 @dataclass(frozen=True)
 class _Ends:
-    """Padding at one end of the records, along inputs of one length."""
+    """Padding found at one end of the records, along all inputs of one length."""
 
     places: tuple[_InputAxis, ...]  # the axes
     length: int  # L
@@ -113,7 +113,7 @@ class _Ends:
 
 @dataclass(frozen=True)
 class _Beyond:
-    """Positions of an output that records have only in company."""
+    """Positions of an output that some records have only because a longer record is in the batch."""
 
     number: int  # which of the outputs
     row_map: RowMap  # how its rows map to samples
@@ -136,16 +136,18 @@ class Padding:
     """What is known of the axes of a model's inputs that follow the batch, and what was proved of them."""
 
     def __init__(self) -> None:
-        """Know of none."""
+        """Begin without any axis known to follow the batch."""
         self.declared: Sequence[Padded] = ()
+        # By model part, number of the input and of its axes: the first shape seen.
         self._shapes: dict[tuple[int, int, int], torch.Size] = {}
-        self._following: set[_InputAxis] = set()
-        self._proofs: Counter[_InputAxis] = Counter()
-        self._values: dict[tuple[_InputAxis, bool], set[float]] = {}
+        self._following: set[_InputAxis] = set()  # axes whose length differs from batch to batch
+        self._proofs: Counter[_InputAxis] = Counter()  # how often each was proved
+        self._values: dict[tuple[_InputAxis, bool], set[float]] = {}  # padding's values, by axis and whether leading
+        # By path through a loss: lengths of the inputs then, and what it was divided by.
         self._seen: dict[Any, tuple[tuple[int, ...], tuple[float, ...]]] = {}
-        self._lengths: tuple[int, ...] = ()
+        self._lengths: tuple[int, ...] = ()  # of the latest inputs' axes but the samples'
         self._inputs, self._part = list[weakref.ref[Tensor]](), 0
-        self._waited = 0
+        self._waited = 0  # forwards in which padding was looked for
 
     def renew(self) -> None:
         """Prove anew: the model was changed."""
@@ -153,7 +155,7 @@ class Padding:
         self._waited = 0
 
     def begin(self, part: nn.Module, inputs: Sequence[Tensor], forward: ForwardContext) -> None:
-        """Note the lengths that the inputs of a forward of the model, or of a part of it, have."""
+        """Record the lengths of a forward's inputs; an axis whose length differs from before follows the batch."""
         size, batch_axis, lengths = forward.batch_size, forward.batch_axis, []
         self._inputs, self._part = list(map(weakref.ref, inputs)), id(part)
         for number, tensor in enumerate(inputs):
@@ -171,7 +173,7 @@ class Padding:
         self._lengths = tuple(lengths)
 
     def counts(self) -> Iterator[int]:
-        """Yield numbers that a loss may have counted in the latest forward's inputs: of positions without padding."""
+        """Yield numbers of positions without padding in the latest inputs, which a loss may have divided by."""
         # Of tensors with a value for each position, of floating-point ones those of zeros and ones; also without the
         # first position, which nothing predicts. As many for each sample are no count of the batch.
         for tensor in [tensor for reference in self._inputs if (tensor := reference()) is not None]:
@@ -183,7 +185,7 @@ class Padding:
                 yield from (count for count in counts if count % len(tensor))
 
     def is_pending(self) -> bool:
-        """Return whether some axis is known to follow the batch of which nothing was proved yet."""
+        """Return whether an axis that follows the batch is not proved yet."""
         axes, waits = self._following or self._proofs, self._waited < _PATIENCE
         return waits and (any(self._proofs[axis] < _PROOFS for axis in axes) if axes else bool(self.declared))
 
@@ -222,7 +224,7 @@ class Padding:
         return named or alike
 
     def _ends(self, batch: Batch, input_axes: tuple[_InputAxis, ...], length: int, *, leading: bool) -> _Ends | None:
-        """Return the padding at one end of the records; None where there is none."""
+        """Return the padding at one end of the records, along inputs of one length; None where there is none."""
         tensors = list(_named(batch.inputs))
         columns: dict[_InputAxis, _Column] = {}
         for input_axis in input_axes:
@@ -248,13 +250,14 @@ class Padding:
         return _Ends(input_axes, length, leading, run_B)
 
     def _known(self, name: str, tensor: Tensor, input_axis: _InputAxis, *, leading: bool) -> set[float]:
-        """Return the values that are known to be padding at one end of an input."""
+        """Return the values known to be padding at one end of an input: declared by the loader or found before."""
         declared = (one for one in self._declared_of(name, tensor) if one.leading is leading)
         return {one.value for one in declared if one.value is not None} | self._values.get((input_axis, leading), set())
 
     def _refuse_one(
         self, model: nn.Module, run: Run, batch: Batch, ends: _Ends, forward: ForwardContext, unchecked: Unchecked
     ) -> None:
+        """Run records with and without their padding, for a few lengths of it; refuse outputs that differ."""
         raised, proved, longest = "", False, min(range(batch.size), key=ends.run_B.__getitem__)
         for count in sorted({run for run in ends.run_B if 0 < run < ends.length}, reverse=True)[:_CUTS]:
             samples = [sample for sample, run in enumerate(ends.run_B) if run == count]
@@ -356,6 +359,7 @@ class Padding:
             self._refuse_divisors((number, *path.key), path, forward, sizes)
 
     def _refuse_divisors(self, key: Any, path: Path, forward: ForwardContext, sizes: set[int]) -> None:
+        """Refuse a mean over, or division by, a number of positions that follows the batch."""
         lengths, before = self._seen.get(key, ((), ()))
         if lengths == self._lengths and not sizes:
             return
@@ -379,7 +383,7 @@ class Padding:
 
 
 def _taken(padded: Sequence[_Beyond], begun: Sequence[Edge]) -> list[_Beyond]:
-    """Return the outputs that values of a loss are computed from, not by way of other outputs; all where it is long."""
+    """Return the padded outputs that a loss reads directly, not through other outputs; all if its graph is long."""
     ends = outputs_at(begun)
     return [one for one in padded if ends is None or one.edge in ends]
 
@@ -398,6 +402,7 @@ class _Column:
     """What stands at the end of the records in one input."""
 
     def __init__(self, rows_BLF: Tensor, known: set[float]) -> None:
+        """Find the runs of one value at the end of each record, and which values are padding."""
         # `rows_BLF`: padding is looked for at the end. `known`: values that are known to be padding.
         self._rows_BLF, self._known = rows_BLF, known
         last_B1F = rows_BLF[:, -1:]
@@ -445,7 +450,7 @@ class _Column:
 
 
 def _named(inputs: Any) -> Iterator[tuple[str, Tensor]]:
-    """Go through the tensors of a model's inputs, in order, with the keyword or key that each has, if any."""
+    """Yield (keyword or key, tensor) of a model's inputs, in order."""
     args, kwargs = inputs
     for name, part in [*(("", arg) for arg in args), *kwargs.items()]:
         parts = part.items() if isinstance(part, dict) else [(name, part)]
@@ -457,7 +462,7 @@ def _named(inputs: Any) -> Iterator[tuple[str, Tensor]]:
 def _compare_cut(
     run: Run, inputs: tuple[Any, Any], batch: Batch, ends: _Ends, before: Randomness, coarsest: torch.dtype
 ) -> _CutResult:
-    """Run records with their padding and without it, and hold the outputs against each other."""
+    """Run records with and without their padding, and return how the outputs differ."""
     before.restore()
     long = run(inputs[0])
     if before.drawn():
@@ -475,7 +480,7 @@ def _compare_cut(
 
 
 class _Pair(NamedTuple):
-    """What remains of a value of the records where their padding was cut off, with how it was."""
+    """A value of the records with padding and without, at the positions that both have."""
 
     one: Tensor
     two: Tensor
@@ -483,7 +488,7 @@ class _Pair(NamedTuple):
 
 
 def _remaining(one: Tensor, two: Tensor, row_map: RowMap | None, batch_size: int, leading: bool) -> _Pair | None:  # noqa: FBT001 - which end
-    """Return a value of all records but the first at the positions that remain; None where that cannot be told."""
+    """Return a value, with padding and without, at the positions that remain; None where rows are unknown."""
     alike = one.dtype == two.dtype and one.dim() == two.dim()
     if row_map is None or row_map.kind == "whole" or one.dtype not in TOLERANCE or not alike:
         return None
@@ -514,6 +519,7 @@ def _by_sample(value: Tensor, row_map: RowMap, batch_size: int) -> Tensor | None
 
 
 def _differs(pair: _Pair, coarsest: torch.dtype) -> bool:
+    """Return whether the two values of a pair differ by more than rounding."""
     one, two, _ = pair
     if not one.numel():
         return False
@@ -525,7 +531,7 @@ def _differs(pair: _Pair, coarsest: torch.dtype) -> bool:
 
 
 def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, ReducedAxes, list[tuple[int, bool]]]]:
-    """Yield how many values of a sample each mean of a loss is over, with the sizes it has and which it is over."""
+    """Yield each mean over positions in a loss: its count, the reduction, and (size, whether reduced) of its axes."""
     # Means over picked samples are left out: they are each sample's own.
     size, axis = forward.batch_size, forward.batch_axis
     for step in (*path.picked, *path.reduced):
@@ -540,7 +546,7 @@ def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, Red
 
 
 def _divisors(path: Path) -> Iterator[float]:
-    """Yield what a loss is divided by, as a number of Python, or multiplied by one over."""
+    """Yield the constants that a loss is divided by, those that it is multiplied by as their reciprocals."""
     for number in path.numbers:
         if not isfinite(number.factor):
             continue

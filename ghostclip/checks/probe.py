@@ -114,29 +114,30 @@ def source_at(node: Any, number: int) -> GradientSource | None:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a backward begins."""
+    """Where a backward of a probe begins: a value, and whose its rows are taken to be."""
 
     edge: GradientSource  # an output of the model, or what it was reduced from
     row_map: RowMap  # how its rows map to samples
 
 
 class Company:
-    """Compares samples' gradients with those that they had when other samples' gradients came with them."""
+    """Compares each sample's gradient with what it was in backwards of other samples: it must not follow them."""
 
     # A backward function or a hook that follows the whole batch (``g / g.norm()``) leaves zeros zero. Kernels that add
     # up in no fixed order, as attention's backward on a GPU, make of a gradient another one each time that they run. So
     # a difference counts only where it stands out of what the same backward differs by when it is run again.
     def __init__(self, *, linear: bool = False) -> None:
+        """Start without any gradient."""
         # `linear`: all backwards are torch's.
         self._linear = linear
-        self._seen: dict[Any, tuple[Tensor, Tensor]] = {}
-        self._once: dict[Any, Tensor] = {}
+        self._seen: dict[Any, tuple[Tensor, Tensor]] = {}  # by key: four numbers of each sample, and which are known
+        self._once: dict[Any, Tensor] = {}  # by key and weights: the numbers of the first such backward
         # Where gradients differed: by how much at most, and by how much those of the same backward.
         self._off: dict[Any, Tensor] = {}
         self._noise: dict[Any, Tensor] = {}
 
     def take(self, key: Any, row_map: RowMap, rows_B: Tensor, weights: Weights) -> None:
-        """Compare the extremes, the norm and the sum of each sample's rows with those that came before."""
+        """Compare four numbers of each sample's gradient (largest, smallest, norm, sum) with earlier backwards'."""
         # `row_map`: one that knows no samples says nothing. `rows_B`: the gradient, split by samples. `weights`: what
         # each of the samples that it came from was multiplied by.
         if row_map.kind == "whole":
@@ -165,13 +166,13 @@ class Company:
         self._seen[key] = torch.where(chosen_B.unsqueeze(1), now_B4, values_B4), known_B | chosen_B
 
     def differing(self) -> list[Any]:
-        """Return the places where gradients differed by more than noise, in the order in which they were found."""
+        """Return the keys whose gradients differed between backwards by more than repeated runs do."""
         noise = ((key, self._noise.get(key, torch.zeros_like(off_4))) for key, off_4 in self._off.items())
         return [key for key, noise_4 in noise if bool((self._off[key] > OUTSTANDING * noise_4).any())]
 
 
 def noise_of(once_N4: Tensor, now_N4: Tensor) -> Tensor:
-    """Return the largest distance of values from those of the same backward at another time, by columns."""
+    """Return the largest difference, by column, between two runs of one backward, a common factor left out."""
     # A factor that all have in common is left out: it is no noise, but what a backward function counts or averages.
     once_N4, now_N4 = (values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for values in (once_N4, now_N4))
     factor = torch.where(once_N4 == 0, torch.nan, now_N4 / once_N4).nanmedian().nan_to_num(nan=1.0)
@@ -189,7 +190,7 @@ def _norms(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(eq=False)
 class Probe:
-    """Receives the gradients of some samples' outputs and judges every call site, once for every set of samples."""
+    """Receives gradients of some samples' outputs, and rejects each row map that has them in other samples' rows."""
 
     weights: Weights  # what the samples of the backward that runs are multiplied by
     describe_module: Callable[[str], str]  # names the module that owns a parameter
@@ -200,17 +201,18 @@ class Probe:
     # uses where a sample's gradient was another one in other company, by every row map, and shapes of their rows; see
     # `settle`
     unsteady: list[tuple[ParamUse, str]] = field(default_factory=list)
+    # The last two by (forward, call site, key of the row map): the use, and shapes of its rows.
     _uses: dict[Any, tuple[ParamUse, str]] = field(default_factory=dict)
     _company: Company = field(init=False)
-    _rejected: set[tuple[CallSite, tuple[str, int]]] = field(default_factory=set)
-    _known: dict[CallSite, tuple[str, int] | None] = field(default_factory=dict)
+    _rejected: set[tuple[CallSite, tuple[str, int]]] = field(default_factory=set)  # contradicted row maps
+    _known: dict[CallSite, tuple[str, int] | None] = field(default_factory=dict)  # what earlier forwards chose
 
     def __post_init__(self) -> None:
         """Begin to compare."""
         self._company = Company(linear=self.linear)
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Judge the row maps of one use by a gradient of its output from these samples alone."""
+        """Reject the row maps of a use that a gradient contradicts; a use without any left is a failure."""
         if use.node is not None:
             # Non-reentrant checkpointing keeps what it recomputed until it is read.
             _ = use.node.saved_tensors
@@ -236,13 +238,14 @@ class Probe:
         self.failures.append((use, _shapes(grad, use)))
 
     def _take(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> None:
+        """Compare a use's gradient, read by one row map, with other backwards'."""
         key = use.forward, use.site, row_map.key
         self._uses[key] = use, _shapes(grad, use)
         rows = row_map.split(grad, use.num_batch_dims, use.forward.batch_size)
         self._company.take(key, row_map, rows, self.weights)
 
     def settle(self) -> None:
-        """Compare what all backwards so far have brought."""
+        """Judge the comparisons of all backwards so far: choose row maps, collect uses that have no steady one."""
         # Where backwards are linear, a row map that gives rows to other samples shows as other company does: another
         # one is chosen.
         differing, self.unsteady = set(self._company.differing()), []
@@ -273,7 +276,7 @@ class Probe:
         return key in self._rejected
 
     def verdict(self, where: Callable[[], str]) -> None:
-        """Raise if a use could not be explained."""
+        """Raise if a use is a failure; ``where`` returns sentences on where samples start to mix."""
         # `where` finds the place where samples start to mix, in sentences that name it and a remedy. A `BatchAxisError`
         # where the sizes left only an uncertain row map.
         if self.unsteady and not (self.failures or self.linear):
@@ -353,6 +356,7 @@ def _extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _shapes(grad: Tensor, use: ParamUse) -> str:
+    """Return the sizes of the leading axes of a gradient, for an error message."""
     return str(tuple(grad.shape[: use.num_batch_dims]))
 
 
@@ -388,7 +392,7 @@ def weightings(batch_size: int, *, linear: bool) -> list[Weights]:
 
 
 def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequence[int] = ()) -> list[list[Start]]:
-    """List the ways in which a model's outputs may belong to the samples."""
+    """Return the possible ways to read outputs as rows of samples, each a list of `Start`; the likeliest first."""
     # Where the model returns scalars only (its own loss), what they were reduced from takes the outputs' place.
     # `known`: the axis of each output that holds samples, `CONSTANT` or `UNKNOWN`; empty where nothing is known. Ways
     # are in order of preference; several only where some outputs are folded, ``(B·T, ...)``; none where there is
@@ -421,7 +425,7 @@ def starts(outputs: Sequence[Tensor], *, forward: ForwardContext, known: Sequenc
 
 
 def _sorted_out(sources: Sequence[GradientSource], forward: ForwardContext) -> tuple[list[Start], list[list[Start]]]:
-    """Return the starts with one row per sample, and two ways to read those with several."""
+    """Return (starts with one row per sample, two readings of those with several: major and minor)."""
     exact: list[Start] = []
     folded: list[list[Start]] = [[], []]
     kinds = FOLDED[::-1] if bool(forward.batch_axis) != forward.around.sites.turned else FOLDED
@@ -436,6 +440,7 @@ def _sorted_out(sources: Sequence[GradientSource], forward: ForwardContext) -> t
 
 
 def _certain_map(source: GradientSource, forward: ForwardContext) -> RowMap | None:
+    """Return the row map of a value with one row per sample, or whose rows were followed; else None."""
     expected = (source.axis,) if source.axis >= 0 else dict.fromkeys((forward.batch_axis, 0))
     for axis in () if source.axis == CONSTANT else expected:
         if axis < len(source.shape) and source.shape[axis] == forward.batch_size:
@@ -447,6 +452,7 @@ def _certain_map(source: GradientSource, forward: ForwardContext) -> RowMap | No
 
 
 def _is_folded(source: GradientSource, forward: ForwardContext) -> bool:
+    """Return whether a value has several rows per sample along its axis, as sizes tell."""
     size = source.shape[max(0, source.axis)] if source.shape and source.axis != CONSTANT else 0
     return size > forward.batch_size and size % forward.batch_size == 0
 
@@ -456,18 +462,18 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, form: Callable[[], Tensor], tensor: Tensor) -> Tensor:
-        """Run it."""
+        """Return a zero that depends on the tensor; `form` returns the tensor's gradient later."""
         ctx.form = form
         return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        """Form the gradient."""
+        """Form the gradient only now, so that nothing else holds it."""
         return None, ctx.form()
 
 
 def cotangent(start: Start, *, batch_size: int, weights: Weights, seed: int = 0) -> Tensor:
-    """Return the gradient that starts a backward from some samples' rows of an output."""
+    """Return a random gradient for some samples' rows of an output, times their weights; zero in other rows."""
     # Random in the samples' rows and zero elsewhere: a product of numbers for each place along every axis, so that next
     # to nothing is drawn or held beside it. Of 16-bit outputs each entry is drawn by itself: their few values come
     # again along an axis, and what enters at one place and leaves at another would cancel. `seed`: another one for
@@ -507,7 +513,7 @@ def ask(
     weights: Sequence[Weights],
     on_any: Callable[[bool], bool] = bool,
 ) -> None:
-    """Run the backwards that bring a probe its evidence."""
+    """Run weighted backwards that a probe receives, and again where gradients differ by what may be noise."""
     # The probe listens already. `run` says None when it must be called again. `on_any` says whether something holds on
     # any rank that runs the same backwards.
     for chosen in weights:
@@ -522,6 +528,7 @@ def ask(
 def _ask(
     probe: Probe, begun: Sequence[Start], batch_size: int, run: Callable[..., bool | None], weights: Weights
 ) -> None:
+    """Run one weighted backward for a probe."""
     probe.weights = weights
     roots, grads = roots_of(begun, batch_size, weights)
     if run(roots, grads) is None:
@@ -529,7 +536,7 @@ def _ask(
 
 
 def repeated(weights: Sequence[Weights], batch_size: int) -> list[Weights]:
-    """Return what to ask once more where gradients differed, of all samples as well."""
+    """Return the weights of backwards to repeat, to see by how much equal ones differ."""
     # Half of the samples beside another half may have as large a norm; all of them have a larger one. Each of them
     # `REPEATS` times, more often in a small batch.
     every = dict.fromkeys(range(batch_size), 1.0)
@@ -537,7 +544,7 @@ def repeated(weights: Sequence[Weights], batch_size: int) -> list[Weights]:
 
 
 def roots_of(begun: Sequence[Start], batch_size: int, weights: Weights) -> tuple[list[Any], list[Tensor | None]]:
-    """Return where a backward from some samples' rows begins, and the gradients that it is given there."""
+    """Return (roots, gradients) of a backward from some samples' rows; gradient None where formed later."""
     # A gradient that is given is held until the backward has ended, and may be as large as all logits. That of a tensor
     # is formed within the backward; that of an edge of the graph, to which nothing can be added, is given. Tensors or
     # edges of the graph, and a gradient for each of them, None where it is formed later.

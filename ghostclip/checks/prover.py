@@ -87,9 +87,10 @@ _WHERE_ON_ONE: Final = "Run ghostclip.validate on a smaller model of this kind o
 
 
 class Evidence:
-    """Asks for evidence on the forwards of one model."""
+    """Proves, on the forwards of one model, which rows belong to which sample and that samples do not mix."""
 
     def __init__(self, *, probes: bool, in_parts: bool = False, numbers: random.Random | None = None) -> None:
+        """Set what is to be proved; nothing is known of the model yet."""
         # `in_parts`: ranks have parts of the model, and may exchange what they compute with them. `numbers` say in
         # which forwards to ask again, of ranks that have positions of the same samples: they may exchange them, and run
         # the model equally often. None where there are no such ranks.
@@ -103,28 +104,28 @@ class Evidence:
         self.records_of: Callable[[int], int] | None = None
         # whether outputs go to another part of the model, which takes their rows for samples as they lie
         self.hands_on = False
-        self._loss_ways: set[Any] = set()
+        self._loss_ways: set[Any] = set()  # proved ways to compute losses, see `_loss_depth`
         # Scalars of the model's that follow the batch.
         self._following = frozenset[ScalarKey]()
         # Whether the latest batch could not tell of a known loss whether it takes samples together.
         self._undecided = False
         # Why means are refused, whatever the loss is.
         self._without_scale = ""
-        self._watch: StateWatch | None = None
+        self._watch: StateWatch | None = None  # watches what forwards write to the model's state
         # Whether the forward that runs was one to ask about as it began.
         self._asked = False
         # Whether it is run for a look at it.
         self._looks = False
-        self._state: ModuleState | None = None
-        self._rehearsed: _Rehearsed | None = None
+        self._state: ModuleState | None = None  # what the modules held before the forward that runs
+        self._rehearsed: _Rehearsed | None = None  # what a rehearsal of it has shown
         # The tensors that the forward that runs was called with, and their versions.
         self._given: list[tuple[Tensor, int]] = []
         # By the called module, places and shapes of inputs that all samples share.
         self._shared = set[tuple[int, ...]]()
-        self._drew = True
+        self._drew = True  # whether the latest proved forward drew random numbers
         # Whether forwards leave something in the modules, which later ones may follow.
         self._remembers = False
-        self._randomness: Randomness | None = None
+        self._randomness: Randomness | None = None  # the generators' states as it began
         # The number of the first node of the graph that the forward that runs may make.
         self._began = 0
         # Attributes of modules in which a forward leaves values of samples, and shapes of what the resized one left.
@@ -141,12 +142,12 @@ class Evidence:
             self._watch.renew()
 
     def asks(self, capture: CaptureContext) -> bool:
-        """Return whether the latest forward is one that evidence is asked for; one of one sample can prove nothing."""
+        """Return whether the latest forward is to be proved: it is unproved and has more than one sample."""
         asks = self.probes and capture.forward.unproven and capture.forward.batch_size > 1
         return asks and (capture.gathering is None or capture.gathering.may_ask())
 
     def asks_of_loss(self, root: Any, forward: ForwardContext, *, is_scalar: bool = False) -> bool:
-        """Return whether evidence is asked for on a loss: that of a proved forward, or one computed in a new way."""
+        """Return whether a loss is to be proved: its forward is unproved, or it is computed in a new way."""
         # A hook on its way may do another thing in every step. `is_scalar`: hooks between it and the outputs can change
         # nothing. False as well for a forward of one sample.
         if forward.batch_size < 2 or not self.probes:
@@ -157,7 +158,7 @@ class Evidence:
         return forward.unproven or is_new or asked_again or has_hooks([root], forward, outputs_alone=is_scalar)
 
     def look_at_known(self, capture: CaptureContext, root: Tensor, forward: ForwardContext, *, mean: bool) -> None:
-        """Look whether losses whose function is known take samples apart; `mean`: of one loss for all samples."""
+        """Run losses of known functions on other batches; store in the forward why they are refused."""
         size, axis = forward.batch_size, forward.batch_axis
         # Ranks that hold the model in parts would run it differently often.
         copied, unchecked = capture.substitution.copied if capture.gathering is None else None, self.unchecked
@@ -167,7 +168,7 @@ class Evidence:
         forward.refusal = next(filter(None, refusals), "")
 
     def proved_loss(self, root: Any, forward: ForwardContext) -> None:
-        """Note that a loss was proved, unless its forward proves nothing."""
+        """Record that a loss was proved, unless its forward counts as no evidence."""
         if not forward.proves:
             return
         self._loss_ways.add(self._loss_depth(root, forward))
@@ -178,7 +179,7 @@ class Evidence:
 
     @staticmethod
     def _loss_depth(root: Any, forward: ForwardContext) -> tuple[int, type]:
-        """Return over how many nodes of the graph a loss was come to, without those of proofs, and the last of them."""
+        """Return what tells ways to compute a loss apart: nodes made since the last layer, and the last one's class."""
         node = edge_of(root)[0]
         number = 0 if node is None else _torch.order_of(node)
         first, behind = forward.proofs
@@ -213,7 +214,7 @@ class Evidence:
                 self.padding.refuse_losses(paths, forward, gradients, roots=list(map(edge_of, roots)))
 
     def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
-        """Look for what has no place between a loss and a model's outputs."""
+        """Refuse foreign parameters, cross-sample targets and hooks on layers between a loss and the outputs."""
         # Trainable parameters that are no part of the model, comparisons of samples with other samples' targets and, in
         # a forward that is proved, hooks on the nodes of layers are refused.
         if self.probes and not forward.is_dummy:
@@ -226,7 +227,7 @@ class Evidence:
                 refuse_hooks_of_layers(roots, forward)
 
     def begin(self, capture: CaptureContext, call: ModuleCall, inputs: Sequence[Tensor]) -> None:
-        """Decide whether to ask, and rehearse the forward if so."""
+        """Decide whether the coming forward is to be proved; if so, run it first as a rehearsal."""
         # Refused where torch splits sequences over ranks, and nobody says over which.
         if not self._splits_sequences:
             refuse_split_positions(capture.model)
@@ -253,7 +254,7 @@ class Evidence:
             self._look_before(capture, call, state, watch)
 
     def _refuse_mixed_inputs(self, capture: CaptureContext, call: ModuleCall) -> None:
-        """Refuse a forward that went on from an earlier one's outputs, where samples had met on the way."""
+        """Refuse inputs computed from an earlier forward's outputs on a way that mixes samples."""
         linked = [one for one in _tree.tensors(call.inputs) if one.grad_fn is not None and one.is_floating_point()]
         if not linked or capture.gathering is not None or _has_packed(call.inputs):
             return
@@ -268,7 +269,7 @@ class Evidence:
     def _look_before(
         self, capture: CaptureContext, call: ModuleCall, state: ModuleState | None, watch: StateWatch | None
     ) -> None:
-        """Run a forward before the user does, with another number of samples and as a rehearsal."""
+        """Run a forward before the user's: with another number of samples for shapes, then to prove it."""
         with _unseen(capture, call, state):
             # Masks of positions are as long as others in each batch.
             size = capture.forward.batch_size
@@ -288,7 +289,7 @@ class Evidence:
                 watch.settle()
 
     def _rehearse(self, capture: CaptureContext, call: ModuleCall) -> None:
-        """Weigh the evidence on a forward before it runs, on a run of its own."""
+        """Prove a forward on a run of its own before the user's; one that raises is left to the user's run."""
         # One that raises is left to the user's own run, which raises as well, or is looked at afterwards.
         forward = capture.forward
 
@@ -314,13 +315,14 @@ class Evidence:
             forward.restart()
 
     def end(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
-        """Weigh the evidence on a forward, unless a rehearsal has; return the output of the last reading."""
+        """Prove the forward that ended, unless a rehearsal has; return its output, or that of a second reading."""
         output = self._ended(capture, call, output)
         if self._following:
             self._note_scalars(capture, output)
         return output
 
     def _ended(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
+        """Prove an ended forward unless a rehearsal did or it is steady; return its output."""
         rehearsed, self._rehearsed, versioned, self._given = self._rehearsed, None, self._given, []
         writes, asks = self._written(capture), self.asks(capture)
         if asks or rehearsed is not None:
@@ -343,7 +345,7 @@ class Evidence:
         return output
 
     def _hand_on(self, capture: CaptureContext, output: Any, rehearsed: "_Rehearsed") -> None:
-        """Note at the outputs of a forward what was shown of them."""
+        """Store on the outputs' nodes what was proved of them."""
         if rehearsed.rows or rehearsed.padded:
             rehearsed.hand_on(self._shown(capture, output), capture.forward)
 
@@ -353,7 +355,7 @@ class Evidence:
         return [*_parts_of(output), *(held.get(key, torch.empty(0)) for key in self._left)]
 
     def _note_left(self, capture: CaptureContext, output: Any) -> None:
-        """Note in which attributes of modules a forward left values of samples: a loss may take them from there."""
+        """Record the attributes of modules in which the forward left values of samples, which a loss may read."""
         resized = capture.forward.resized
         if resized is None:
             return
@@ -369,7 +371,7 @@ class Evidence:
         )
 
     def _note_scalars(self, capture: CaptureContext, output: Any) -> None:
-        """Note the nodes of the scalars that follow the batch."""
+        """Record in the forward the nodes of output scalars that follow the batch."""
         holding = {key[0] for key in self._following if isinstance(key, tuple)}
         modules = [module for module in capture.model.modules() if id(module) in holding] if holding else []
         scalars = scalars_of(modules, _parts_of(output))
@@ -385,7 +387,7 @@ class Evidence:
         writes: frozenset[StateWrite] | None = None,
         aside: bool = False,
     ) -> tuple[Any, dict[int, RowMap]]:
-        """Weigh the evidence on a forward; read it once more where sizes had to be trusted and were wrong."""
+        """Make all proofs of a forward, running it again where its rows were misread; return (output, row maps)."""
         # `read` returns what the call returned; `again` what is to be called to read it once more. `writes`: what it
         # wrote of the model's state, if that is to be proved; None where nobody has looked yet. `aside`: nobody but
         # this takes the output: its graph is let go as soon as it is not needed. Returns the output of the last
@@ -434,7 +436,7 @@ class Evidence:
     def _read(
         self, capture: CaptureContext, call: ModuleCall, output: Any, read_again: Callable[[], Any]
     ) -> tuple[Any, int, list[Tensor], frozenset[int], Probe | None]:
-        """Probe a forward; where sizes suggested what is wrong, read it once more: by shapes, or by what was shown."""
+        """Probe a forward, again where sizes misled; return (output, first node behind, and what `_looked_at` does)."""
         # Returns its output, the number of the first node of the graph behind it, and what `_looked_at` does.
         forward, begun = capture.forward, _torch.next_order()
         parts, tracked, probe = self._looked_at(capture, output)
@@ -477,7 +479,7 @@ class Evidence:
         return self._watch if self.probes else None
 
     def _written(self, capture: CaptureContext) -> frozenset[StateWrite]:
-        """Return what the user's forward wrote of the state, if that is to be proved."""
+        """Return what the user's forward wrote to the model's state that is still to be proved."""
         watch = self._watched(capture)
         if watch is None:
             return frozenset()
@@ -490,7 +492,7 @@ class Evidence:
     def _refuse_data(
         self, capture: CaptureContext, call: ModuleCall, writes: frozenset[StateWrite], state: ModuleState | None
     ) -> None:
-        """Refuse a model whose state follows the samples."""
+        """Refuse a model whose written state depends on the samples: run the forward on others and compare."""
         watch, forward = self._watched(capture), capture.forward
         assert watch is not None, "it has seen the writes"
         if _has_packed(call.inputs) or not (self._asked or capture.gathering is None):
@@ -506,7 +508,7 @@ class Evidence:
             watch.prove(writes, runs)
 
     def watching_backward(self, capture: CaptureContext) -> AbstractContextManager[None]:
-        """Return a context for a backward that trains, in which nothing may write state."""
+        """Return a context for a training backward that refuses writes to the model's state."""
         watch, forward = self._watched(capture), capture.forward
         if watch is None:
             return nullcontext()
@@ -536,7 +538,7 @@ class Evidence:
         return rerun
 
     def _looked_at(self, capture: CaptureContext, output: Any) -> tuple[list[Tensor], frozenset[int], Probe | None]:
-        """Return what is looked at of an output, what of it is computed from parameters alone, and the probe."""
+        """Return (tensors to prove, numbers of outputs computed from parameters alone, their probe or None)."""
         self._note_left(capture, output)
         parts, tracked = self._parts(capture, output), tracked_among(output)
         return parts, tracked, self._probed(capture, parts, tracked)
@@ -550,7 +552,7 @@ class Evidence:
         return self._shown(capture, output) if self._asked or asks else []
 
     def _probed(self, capture: CaptureContext, outputs: list[Tensor], tracked: frozenset[int]) -> Probe | None:
-        """Return what the latest forward's outputs show of it; None where there is nothing to prove, or no output."""
+        """Run backwards from outputs and return the probe; None where nothing is to be proved, or no output trains."""
         if not self.asks(capture):
             return None
         forward = capture.forward
@@ -587,7 +589,7 @@ class Evidence:
         self._look_at_scalars(capture, seen)
 
     def _look_at_scalars(self, capture: CaptureContext, seen: "_ReadForward") -> None:
-        """Note which scalars that the model computes follow the batch."""
+        """Add the model's scalars that follow the batch to those known."""
         has_scalars = any(part.requires_grad and not part.dim() for part in seen.parts)
         has_scalars = has_scalars or bool(scalars_of(capture.model.modules(), []))
         if has_scalars and capture.gathering is not None:
@@ -601,7 +603,7 @@ class Evidence:
                 )
 
     def _look_at_backwards(self, capture: CaptureContext, parts: list[Tensor], starts: Sequence[Start]) -> bool:
-        """Return whether outputs have backwards that are not torch's; note_proved whether these follow their scale."""
+        """Return whether custom backwards are used; store why means are refused if they do not scale."""
         trained, self._without_scale = [part for part in parts if part.requires_grad], ""
         has_custom = capture.forward.proves and bool(trained) and has_custom_backwards(trained, capture.forward)
         if has_custom and starts:
@@ -620,7 +622,7 @@ class Evidence:
             refuse_backwards_of_the_batch(capture, seen.rerun(capture), batch, self.unchecked, alone=has_custom)
 
     def _refuse_other_rows(self, capture: CaptureContext, seen: "_ReadForward") -> None:
-        """Refuse a model whose layers have other samples' rows than it seemed when the batch comes in reverse."""
+        """Refuse a model whose layers get other samples' rows than it seemed, by a forward in reverse order."""
         # Samples that the model sorts may lie in order in one batch by chance: then its first half comes last in this.
         if not capture.forward.proves or self._asks_again(capture):
             return
@@ -677,7 +679,7 @@ class Evidence:
             self.padding.refuse(capture.model, seen.rerun(capture), batch, forward, self.unchecked)
 
     def _batch(self, capture: CaptureContext, seen: "_ReadForward", outputs: Sequence[Tensor] = ()) -> Batch:
-        """Return what the latest forward was called with, for runs on other batches."""
+        """Return the latest forward's inputs and what is known of its outputs, for runs on other batches."""
         forward = capture.forward
         known, axes = dict(seen.rows or {}), capture.sites.outputs
         if len(axes) != len(seen.parts):
@@ -703,7 +705,7 @@ class Evidence:
         )
 
     def _asks_again(self, capture: CaptureContext) -> bool:
-        """Return whether the latest forward is asked about although it met nothing new."""
+        """Return whether the latest forward is proved by schedule, although it took no new way."""
         ranks, met = capture.gathering, bool(capture.forward.met)
         if ranks is None:
             return self.unchecked.is_scheduled_again and not met
@@ -713,7 +715,7 @@ class Evidence:
 
 @contextmanager
 def _unseen(capture: CaptureContext, call: ModuleCall, state: ModuleState | None = None) -> Iterator[None]:
-    """Yield while a model is run to be looked at: nobody can tell afterwards, whatever the runs wrote and drew."""
+    """Within the block a model may be run freely: state, random numbers and caches are restored afterwards."""
     # `state`: what the model is put back to; None for what it is now.
     state = state or _state_of(capture, call)
     randomness = Randomness(_used(capture, call))
@@ -730,12 +732,13 @@ def _unseen(capture: CaptureContext, call: ModuleCall, state: ModuleState | None
 
 
 def _state_of(capture: CaptureContext, call: ModuleCall, *, outside: bool = True) -> ModuleState:
-    """Return what a call of a model may write to."""
+    """Return the state that a call of the model may write to, as it is now."""
     objects = [leaf for leaf in _tree.leaves(call.inputs) if not isinstance(leaf, Tensor)]
     return ModuleState(capture.model, arguments=objects, outside=outside)
 
 
 def _copied_call(call: ModuleCall) -> ModuleCall:
+    """Return a call whose tensors are copies."""
     return ModuleCall(call.module, *_copied(call.inputs))
 
 
@@ -762,12 +765,12 @@ def _copied(inputs: Any, *, of: Any = None) -> Any:
 
 
 class _UsersError(Exception):
-    """A forward of the user's raised something of its own."""
+    """Wraps an exception of the user's code in a rehearsal."""
 
 
 @dataclass(frozen=True)
 class _ReadForward:
-    """A forward as it was read."""
+    """A forward with what was proved of its rows, to be run again on other inputs."""
 
     call: ModuleCall
     parts: list[Tensor]  # tensors of its output
@@ -781,7 +784,7 @@ class _ReadForward:
         return replace(self, parts=[part.detach().requires_grad_(part.requires_grad) for part in self.parts])
 
     def rerun(self, capture: CaptureContext) -> Run:
-        """Return what runs it on other inputs, from what the model held before it."""
+        """Return a function that runs the forward on other inputs, from the state that it began with."""
 
         def run(inputs: Any) -> list[Tensor]:
             _restore_state(self.state)
@@ -793,13 +796,13 @@ class _ReadForward:
 
 @dataclass(frozen=True)
 class _Rehearsed:
-    """What was shown of a forward, for its outputs."""
+    """Result of a rehearsal, to be stored on the outputs of the user's own run."""
 
     rows: Mapping[int, RowMap]  # how the rows of which of its output tensors map to samples
     padded: Sequence[Any]  # positions of which of them samples have only because others are longer
 
     def hand_on(self, parts: Sequence[Tensor], forward: ForwardContext) -> None:
-        """Note it at the outputs."""
+        """Store the proved row maps and padded positions on the outputs' nodes."""
         note_proved(
             [Start(GradientSource.of(parts[number]), rows) for number, rows in self.rows.items() if number < len(parts)]
         )
@@ -808,7 +811,7 @@ class _Rehearsed:
 
 
 def _restore_state(state: ModuleState | None) -> None:
-    """Put back what modules held when the forward began that is asked about."""
+    """Restore the modules' state at the beginning of the forward that is proved."""
     if state is not None:
         state.restore()
 
@@ -823,7 +826,7 @@ def _read_again(capture: CaptureContext, again: Callable[[], ModuleCall], state:
 def _turned(
     capture: CaptureContext, rows: Mapping[int, RowMap], states: Iterable[Any], error: SampleMixingError
 ) -> Iterator[None]:
-    """Yield while outputs with several rows for each sample are read the other way round; else raise the error."""
+    """Within the block read outputs with several rows per sample the other way round; raise the error if that fails."""
     # `error` is what reading them as usual led to; `states` of the call sites are those before it.
     sites, folded = capture.sites, any(row_map.kind in FOLDED for row_map in rows.values())
     if sites.turned or not folded or capture.gathering is not None:
@@ -849,17 +852,17 @@ def _rows_of(probe: Probe | None, parts: Sequence[Tensor]) -> dict[int, RowMap]:
 
 
 def _sharing(capture: CaptureContext, what: str) -> AbstractContextManager[None]:
-    """Return a context whose errors are those of all ranks that share samples: none of them goes on by itself."""
+    """Return a context whose errors all ranks that share samples raise."""
     return nullcontext() if capture.gathering is None else capture.gathering.sharing(what)
 
 
 def _used(capture: CaptureContext, call: ModuleCall) -> list[Tensor]:
-    """Return tensors on every device that a forward uses."""
+    """Return the model's and the call's tensors: they lie on every device in use."""
     return [*capture.model.parameters(), *capture.model.buffers(), *_tree.tensors(call.inputs)]
 
 
 def _as_taken(output: Tensor, axis: int, forward: ForwardContext, shown: RowMap | None) -> RowMap:
-    """Return how the next part of a model takes an output: as rows of samples, or as what all samples share."""
+    """Return the row map by which the next part of a model reads an output."""
     if output.dim() > forward.batch_axis and output.shape[forward.batch_axis] == forward.batch_size:
         return RowMap("axis", forward.batch_axis)
     several = axis >= 0 and output.shape[axis] % forward.batch_size == 0
@@ -879,7 +882,7 @@ def _has_packed(inputs: Any) -> bool:
 
 
 def _probe_outputs(capture: CaptureContext, outputs: list[Tensor], *, half: bool = False) -> Probe | None:
-    """Probe by backwards from the latest outputs whether samples mix (cross-sample dependence, as in batch norm)."""
+    """Probe by backwards from the outputs whether samples mix; return the first reading that holds, or the first."""
     # Each sample without each other, or the first `half` alone.
     # None where there was no output to start from. Outputs of which none has an axis that could hold the samples are
     # refused.

@@ -57,7 +57,7 @@ _IN_A_BACKWARD: Final = (
 
 @dataclass(frozen=True)
 class StateWrite:
-    """What became of one entry of the state."""
+    """How one entry of the model's state was written in a forward or backward."""
 
     name: str  # the entry, as `state_dict` names it
     times: int  # how often it was changed in place; -1 where it was exchanged, made or deleted, 0 where nobody counted
@@ -84,6 +84,7 @@ class _Tables:
     """A model's tables of parameters, buffers and submodules, flat, to find out that they hold what they held."""
 
     def __init__(self, model: nn.Module, *, parameters: bool) -> None:
+        """Collect a model's parameters and buffers by name, with the tables that hold them."""
         named = list(model.named_modules())
         tables = list(chain.from_iterable(map(_torch.tables, [module for _, module in named])))
         self._empty = [table for table in tables if not table]
@@ -133,32 +134,35 @@ class StateWatch:
     """Watches the state of one model around its forwards and backwards."""
 
     def __init__(self, model: nn.Module, *, parameters: bool = True, sparing: bool = False) -> None:
+        """Watch a model's state; nothing is recorded yet."""
         # `parameters`: they are there between forwards as well: not where ranks gather them. `sparing`: memory is too
         # dear for copies of parameters, by which writes that nobody counts are found.
         self._model, self._parameters, self._sparing = model, parameters, sparing
-        self._tables: _Tables | None = None
-        self._before: _StateMarks | None = None
-        self._copies: dict[str, Tensor] = {}
+        self._tables: _Tables | None = None  # the model's, see `_current`
+        self._before: _StateMarks | None = None  # when the forward began
+        self._copies: dict[str, Tensor] = {}  # content of entries then, of those that are compared
         # What the user's forward left, of entries that nobody has copied before.
         self._left: dict[str, Tensor] = {}
-        self._proved: set[frozenset[StateWrite]] = {_NO_WRITES}
+        self._proved: set[frozenset[StateWrite]] = {_NO_WRITES}  # sets of writes that do not follow samples
         # Entries that forwards write and that a proof has passed.
         self._known: set[str] = set()
-        self._kept: list[tuple[Tensor, Tensor, int]] = []
+        self._kept: list[tuple[Tensor, Tensor, int]] = []  # (entry, what the user's forward left, its version)
         # What the latest forward wrote.
         self._latest: frozenset[str] = frozenset()
         self._in_backward = False
 
     def renew(self) -> None:
-        """Take no way of writing for proved any longer."""
+        """Forget which writes are proved."""
         self._proved = {_NO_WRITES}
 
     def _current(self) -> _Tables:
+        """Return the model's tables, collected anew if modules or entries were exchanged."""
         if self._tables is None or not self._tables.is_current():
             self._tables = _Tables(self._model, parameters=self._parameters)
         return self._tables
 
     def _marks(self) -> _StateMarks:
+        """Return versions and addresses of all entries now."""
         tables = self._current()
         extra = {name: pickle.dumps(one.get_extra_state()) for name, one in tables.extra} if tables.extra else {}
         addresses = {name: _address(tables.entries[name]) for name in tables.buffers} if tables.buffers else {}
@@ -167,7 +171,7 @@ class StateWatch:
     # -- a forward ------------------------------------------------------------------------------------------------
 
     def begin(self, *, proves: bool) -> None:
-        """Note the state before a forward."""
+        """Record the state before a forward; with `proves` copy it to compare with."""
         # `proves`: the forward is asked about, so that what it will be compared with is copied.
         self._before, self._kept = self._marks(), []
         self._copies = self._copied(proves=proves)
@@ -191,11 +195,11 @@ class StateWatch:
         return {name: saved[name] if name in right else state[name].detach().clone() for name in names}
 
     def settle(self) -> None:
-        """Copy no more than in other forwards: what was to be proved of the one that runs, a rehearsal has shown."""
+        """Reduce the copies to those of a forward that is not proved: a rehearsal has proved it."""
         self._copies = self._copied(proves=False)
 
     def undo(self) -> None:
-        """Put back what a forward of our own has written before the user's, and was not put back as an attribute."""
+        """Restore the entries that a forward of the library's own has written before the user's."""
         assert self._before is not None, "a forward has begun"
         before = dict(zip(self._before.entries, self._before.versions, strict=True))
         for name, copy in self._copies.items():
@@ -205,12 +209,13 @@ class StateWatch:
         self._before = self._marks()
 
     def written(self) -> frozenset[StateWrite]:
-        """Return what has become of the state since the forward began; empty where nothing has."""
+        """Return the writes since the forward began; empty without any."""
         writes = _NO_WRITES if self._before is None else self._since(self._before)
         self._latest = frozenset([write.name for write in writes]) if writes else frozenset()
         return writes
 
     def _since(self, before: _StateMarks) -> frozenset[StateWrite]:
+        """Return the writes since some marks: changed versions, addresses or contents, new and deleted entries."""
         now = self._marks()
         same = now.entries is before.entries and now.versions == before.versions and now.places == before.places
         if same and now.extra == before.extra and (not self._copies or self._match_copies(now)):
@@ -231,6 +236,7 @@ class StateWatch:
         return frozenset(writes) | {StateWrite(name, -1, None, None) for name in gone}
 
     def _match_copies(self, now: _StateMarks) -> bool:
+        """Return whether every copied entry still has the content of its copy."""
         state = {**now.entries, **self._current().hidden}
         return all(same_content(state[name], copied) for name, copied in self._copies.items())
 
@@ -250,7 +256,7 @@ class StateWatch:
         return copy is not None and copy.shape == hidden.shape and not same_content(hidden, copy)
 
     def _step(self, name: str, entry: Tensor) -> Any:
-        """Return what tells the writes of a counter, or of a flag that stays as it is, from others."""
+        """Return by how much a counter moved, or whether another entry changed; None if nothing was copied."""
         before = self._copies.get(name)
         if before is None or before.shape != entry.shape or entry.numel() > _SMALL:
             return None
@@ -259,7 +265,7 @@ class StateWatch:
         return tuple((entry.detach().long() - before.long()).flatten().tolist())
 
     def is_new(self, writes: frozenset[StateWrite]) -> bool:
-        """Return whether a forward wrote in a way that nothing is proved of."""
+        """Return whether these writes differ from all that were proved."""
         # False where it wrote nothing.
         return bool(writes) and self._of_model(writes) not in self._proved
 
@@ -269,7 +275,7 @@ class StateWatch:
         return frozenset([write for write in writes if write.name not in hidden]) if writes and hidden else writes
 
     def remember(self, writes: frozenset[StateWrite]) -> None:
-        """Keep what the user's forward left where nobody else puts it back, before forwards of ours write there too."""
+        """Copy what the user's forward wrote, to restore it after forwards of the library's own."""
         entries, parameters = self._current().entries, self._current().parameters
         uncounted = {write.name for write in writes if write.times == 0}
         names = {write.name for write in writes} | self._known
@@ -278,7 +284,7 @@ class StateWatch:
         self._kept = [(entry, entry.detach().clone(), _torch.version(entry)) for entry in to_restore]
 
     def put_back(self) -> None:
-        """Put back what was kept; to autograd nothing was changed."""
+        """Restore what `remember` copied, without a change of version."""
         saved, self._kept = self._kept, []
         for entry, value, version in saved:
             if _torch.version(entry) != version or not same_content(entry, value):
@@ -304,6 +310,7 @@ class StateWatch:
             self._known |= {write.name for write in writes}
 
     def _prove_from(self, start: int, writes: frozenset[StateWrite], runs: "Runs") -> None:
+        """Run the forward on other batches from one start of the state; refuse entries that come out differently."""
         wanted = _in_order(writes)
         names = [write.name for write in wanted]
         baseline = [self._after(runs.batch.with_lists(range(runs.batch.size)), start, wanted, runs)]
@@ -322,7 +329,7 @@ class StateWatch:
     def _after(
         self, inputs: Any, start: int, writes: Sequence[StateWrite], runs: "Runs"
     ) -> tuple[dict[str, Any], set[str]]:
-        """Run the forward once more; returns the content of the entries that it wrote, and the names of all written."""
+        """Run the forward once more; return (content of the expected entries, names of all that it wrote)."""
         names = {write.name for write in writes}
         runs.begin()
         for name in names:
@@ -350,7 +357,7 @@ class StateWatch:
         return content, {write.name for write in written}
 
     def _put(self, name: str, start: int) -> None:
-        """Let an entry be what it was before the forward, or where nobody knows that, something else than it is."""
+        """Set an entry to its value before the forward; where that is unknown, to another value moved by `start`."""
         assert self._before is not None, "a forward has begun"
         before, slot = self._before, self._current().where.get(name) or self._before.where.get(name)
         if slot is None or name in self._current().hidden:
@@ -373,7 +380,7 @@ class StateWatch:
 
     @contextmanager
     def backward(self, *, proves: bool, again: bool) -> Iterator[None]:
-        """Yield while a backward runs, in which nothing may write state: no other samples show what it follows."""
+        """Within the block refuse writes to state: no other samples show what a backward's writes follow."""
         # `proves`: its forward was one that is asked about. `again`: parts of the forward run again in it, and write
         # what they wrote.
         if self._in_backward:
@@ -393,7 +400,7 @@ class StateWatch:
 
 @dataclass(frozen=True)
 class Runs:
-    """How a forward is run once more."""
+    """How a forward is repeated on other batches to see what its writes follow."""
 
     batch: Batch  # what it was called with
     run: Callable[[Any], object]  # runs it
@@ -415,6 +422,7 @@ class Runs:
 
 
 def _is_watched(value: Any) -> bool:
+    """Return whether an entry is a tensor that can be compared."""
     return isinstance(value, Tensor) and not value.is_inference()
 
 
@@ -437,22 +445,24 @@ def same_content(one: Any, other: Any) -> bool:
 
 
 def _is_continuous(value: Any) -> bool:
+    """Return whether a value is a floating-point or complex tensor."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _moved(entry: Tensor, start: int) -> Tensor:
-    """Return another content: what saturates, as a largest value does, shows itself from below or from above."""
+    """Return other content for an entry, below or above it, so that a running minimum or maximum shows."""
     if entry.dtype == torch.bool:
         return torch.full_like(entry, start > 0)
     return entry + start if not _is_continuous(entry) else entry * (1 + 0.5 * start) + start
 
 
 def _in_order(writes: frozenset[StateWrite]) -> list[StateWrite]:
+    """Return writes sorted by name."""
     return sorted(writes, key=lambda write: write.name)
 
 
 def _describe(model: nn.Module, name: str) -> tuple[str, str]:
-    """Return the place of an entry, and what it is with its name."""
+    """Return (module, kind and name) of an entry for an error message."""
     path, _, key = name.rpartition(".")
     owner = model.get_submodule(path)
     kind = "parameter" if key in _torch.parameter_table(owner) else "buffer"

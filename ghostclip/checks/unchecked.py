@@ -35,30 +35,31 @@ _RARELY: Final = 600
 
 
 def forwards_between(number: int, numbers: random.Random) -> int:
-    """Return after how many forwards evidence is asked for again."""
+    """Return after how many forwards, by chance, the next one is proved again."""
     # Up to five times as many as there were at first (`number` counts from 1); from the hundredth forward on 100 to
     # 700. `numbers` say what nobody can predict.
     return numbers.randint(number, 5 * number) if number < _SETTLED else _SETTLED + numbers.randint(0, _RARELY)
 
 
 class CheckSchedule:
-    """Which forwards are asked about: the first one, and later ones that nobody can predict."""
+    """Which forwards are proved again after the first: at random, so that no model can adapt to it."""
 
     # A model that remembers a batch, takes another branch in every fifth forward, or orders its rows by what is in them
     # may look right in one forward and not in another. Its numbers are drawn from the system, or from a seed that ranks
     # have in common; no generator of the program is touched.
     def __init__(self, numbers: random.Random | None = None, *, asked: int = 0) -> None:
+        """Schedule the first forward, or the one after number `asked`."""
         # `numbers`: None for the system's. `asked`: the number of the forward that was asked about last, from 1; 0 for
         # none.
         self._numbers = numbers or random.Random(secrets.randbits(_SEED_BITS))
         self._next = asked + (forwards_between(asked, self._numbers) if asked else 1)
 
     def is_due(self, number: int) -> bool:
-        """Return whether a forward is one to ask about."""
+        """Return whether the forward of this number is to be proved."""
         return number >= self._next
 
     def take(self, number: int) -> bool:
-        """Return whether a forward is one to ask about, and choose the next one if so."""
+        """Return whether the forward of this number is to be proved, and if so draw the next number."""
         due = self.is_due(number)
         if due:
             self._next = number + forwards_between(number, self._numbers)
@@ -66,22 +67,22 @@ class CheckSchedule:
 
 
 class Unchecked:
-    """Which checks have not run yet, with the latest reason."""
+    """Which checks of a model have not run, why, and when forwards are proved again."""
 
     def __init__(self, numbers: random.Random | None = None) -> None:
         # `numbers` say when to ask again: of ranks that exchange something in a forward, in common. None for the
         # system's.
         self._numbers = numbers
-        self._why: dict[str, str] = {}
-        self._done: set[str] = set()
-        self._told: set[str] = set()
+        self._why: dict[str, str] = {}  # by check, why it could not run
+        self._done: set[str] = set()  # checks that ran
+        self._told: set[str] = set()  # checks that a warning has named
         self.forwards = 0  # number of the latest forward of several samples, since evidence was asked for anew
         # whether it is one that the schedule asks about after the first: its kind was asked about before
         self.is_scheduled_again = False
-        self._alone, self._schedule = 0, CheckSchedule(numbers)
+        self._alone, self._schedule = 0, CheckSchedule(numbers)  # `_alone`: batches of one sample so far
 
     def begin(self, batch_size: int, *, probes: bool, records: int | None = None) -> bool:
-        """Count a forward and decide whether it is one to ask for evidence."""
+        """Count a forward, and return whether it is to be proved."""
         # One sample alone can prove nothing. `records`: how many of the samples are no copies of others; fewer than two
         # prove nothing, and are not counted. None for all. Of forwards of copies, those before one that is due are
         # asked about.
@@ -109,18 +110,18 @@ class Unchecked:
         self.forwards, self._schedule = 0, CheckSchedule(self._numbers)
 
     def ran(self, *checks: str) -> None:
-        """Note checks that ran and found nothing wrong."""
+        """Record checks that ran and found nothing wrong."""
         self._done.update(checks)
         for check in checks:
             self._why.pop(check, None)
 
     def missed(self, why: str, *checks: str) -> None:
-        """Note checks that could not run; what ran once counts as run."""
+        """Record why checks could not run, unless they ran before."""
         # `why` is for a parenthesis.
         self._why.update((check, why) for check in checks if check not in self._done)
 
     def note(self, check: str, why: str) -> None:
-        """Note that a check ran, or why it could not."""
+        """Record that a check ran, or, where ``why`` is given, why it could not."""
         (self.missed(why, check) if why else self.ran(check))
 
     def reason(self, check: str) -> str:
@@ -128,7 +129,7 @@ class Unchecked:
         return self._why.get(check, "")
 
     def tell(self) -> None:
-        """Log a warning if there is something that was not told before."""
+        """Log a warning of the checks that could not run, once each."""
         if not self._told.issuperset(self._why):
             self._told.update(self._why)
             _log.warning("%s.", self)
