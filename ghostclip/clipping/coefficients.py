@@ -107,7 +107,7 @@ def _rounded_down(max_grad_norm: float, denominator_B: Tensor, *, at_most: float
 
 
 class _Rule:
-    """What rules have in common."""
+    """Base of the rules: their constants are their fields."""
 
     def describe(self) -> dict[str, float]:
         return dict(vars(self))

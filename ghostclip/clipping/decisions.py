@@ -24,7 +24,7 @@ from ghostclip.factors import Factor
 
 @dataclass(frozen=True)
 class ClipWeights:
-    """Weights of the samples in the clipped sum."""
+    """Coefficients of the samples in the clipped sum, and how they are applied."""
 
     coef_GB: Sequence[Tensor]  # coefficients of every clip group, including the scale of the loss
     group_of: Mapping[str, int] = field(default_factory=dict)
@@ -33,8 +33,9 @@ class ClipWeights:
     # all uses of a parameter, before they are added, so that what is added has the norm that was computed for it, and
     # what is huge and cancels meets no other sample's contribution
     ill_conditioned_B: Tensor | None = None
+    # Coefficients by group, device and dtype.
     _converted: dict[tuple[int, torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
-    _apart: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _apart: dict[str, Tensor] = field(default_factory=dict, repr=False)  # float64 sums of ill-conditioned samples
 
     def _coefficients(self, group: int, buffer: Tensor) -> Tensor:
         """Return a group's coefficients in a buffer's dtype and on its device, converted once for all parameters."""
@@ -47,7 +48,7 @@ class ClipWeights:
         return self._converted[key]
 
     def into(self, sums: GradientStore, factor: Factor, name: str, *, more: bool = False) -> None:
-        """Add a factor's clipped sum to its parameter's."""
+        """Add a factor's clipped sum to the parameter's accumulator."""
         # ``more``: other uses may follow, with which this one may cancel.
         buffer, is_new = sums.buffer(name)
         included = factor if self.keep_B is None else factor.masked(self.keep_B)
@@ -73,20 +74,21 @@ class ClipWeights:
         sums.add_several(included.names, included.clipped_sums(self._coefficients(0, included.like)))
 
     def finish(self, sums: GradientStore) -> None:
-        """Add what waited for all uses of a parameter."""
+        """Add the float64 sums that waited for all uses of a parameter."""
         for name in list(self._apart):
             self._add_waiting(sums, name)
 
     def _add_waiting(self, sums: GradientStore, name: str) -> None:
+        """Add a parameter's float64 sum of ill-conditioned samples to its accumulator."""
         buffer, _ = sums.buffer(name)
         buffer += self._apart.pop(name)
 
 
 class Dealing(Protocol):
-    """Ranks that deal the samples of a batch out among them."""
+    """Ranks that deal out the samples of a batch among them."""
 
     def rows(self, batch_size: int) -> int:
-        """Return how many are this rank's."""
+        """Return how many of a batch's samples are this rank's."""
 
 
 class Decisions:
@@ -99,24 +101,26 @@ class Decisions:
 
     # `sequences`: ranks that split sequences; of the samples' places that they deal out, the last may stand for none.
     def __init__(self, policy: ClipPolicy, relation: str, sequences: Dealing | None = None) -> None:
+        """Hold the policy and the neighbouring relation; no backward has run yet."""
         relation_factor(relation)
         self._sequences = sequences
         self.policy = policy
         self.relation = relation
         self.norm_GB: list[Tensor] | None = None  # of the last backward; None before the first
-        self.coef_GB: list[Tensor] | None = None
+        self.coef_GB: list[Tensor] | None = None  # coefficients of the last backward, without the loss's scale
         self.non_finite = 0  # samples of the last backward with a NaN or infinite gradient
         self.non_finite_total = 0  # the same over all backwards
-        self.layout = Layout({}, (), ())
+        self.layout = Layout({}, (), ())  # clip groups of the latest backward
         self.plain = False  # whether sums without any bound are autograd's own gradients
         self.device: torch.device | None = None  # where norms lie when no gradient has arrived
+        # Of each backward since `forget`: sensitivity, number of samples, note on its inputs.
         self._sensitivities: list[float] = []
         self._rows: list[int] = []
         self._noted: list[Any] = []
-        self._opened: tuple[list[str], ClipPolicy, Grouping, float] | None = None
+        self._opened: tuple[list[str], ClipPolicy, Grouping, float] | None = None  # what `layout` was made for
 
     def open(self, names: list[str]) -> Layout:
-        """Return the clip groups of the backward that begins, for the names of the trainable parameters."""
+        """Return the clip groups for a backward over these trainable parameters, cached."""
         key = (names, self.policy, self.policy.grouping, self.policy.max_grad_norm)
         if key != self._opened:
             self.layout = self.policy.layout(names)
@@ -132,7 +136,7 @@ class Decisions:
         *,
         rows: int | None = None,
     ) -> ClipWeights:
-        """Decide on the weights of the samples in the clipped sum."""
+        """Compute coefficients from norms, and record both; return the samples' weights in the clipped sum."""
         # `total` has norms of gradients that are `scale` times too small. `rows`: number of samples, the first ones,
         # that have norms; the rows after them add nothing.
         norm_GB = _scaled(total.norm_GB(forward.batch_size, self.device), scale)
@@ -157,7 +161,7 @@ class Decisions:
         return ClipWeights(coef_GB, layout.group_of, keep_B, ill_conditioned_B)
 
     def adopt(self, norm_GB: list[Tensor], coef_GB: list[Tensor]) -> None:
-        """Adopt norms and coefficients of finite samples that were decided elsewhere by the same policy."""
+        """Set norms and coefficients that were computed elsewhere by the same policy."""
         self.norm_GB, self.coef_GB, self.non_finite = norm_GB, coef_GB, 0
 
     def _finite_B(self, total: GroupNorms, forward: ForwardContext) -> Tensor | None:
@@ -177,7 +181,7 @@ class Decisions:
         return finite_B if self.non_finite else None
 
     def close(self, rows: int, noted: Any) -> None:
-        """Note that the sums of a backward are complete, clipped to the bounds that were in force."""
+        """Record a completed backward: its sensitivity and number of samples."""
         # `noted`: the note on the inputs behind it, None without one.
         self._sensitivities.append(self.policy.sensitivity(self.relation))
         self._rows.append(rows)
@@ -225,7 +229,7 @@ class Decisions:
         return restore
 
     def forget(self) -> None:
-        """Reset: the sums were released or dropped."""
+        """Forget the backwards so far: their sums were released or dropped."""
         self._sensitivities.clear()
         self._rows.clear()
         self._noted.clear()
@@ -241,6 +245,7 @@ class Decisions:
 
 
 def _scaled(parts_GB: list[Tensor], scale: float) -> list[Tensor]:
+    """Return tensors times a number."""
     return parts_GB if scale == 1 else _torch.scaled_all(parts_GB, scale)
 
 

@@ -57,7 +57,7 @@ _CALLS_FUSED: Final = _CALLS_BY_UNITS // 8
 
 
 class _Waiting(NamedTuple):
-    """The gradient of one use's output, and its version when it arrived."""
+    """Gradient of one use's output that waits for others alike, and its version when it arrived."""
 
     use: ParamUse
     grad: Tensor
@@ -65,7 +65,7 @@ class _Waiting(NamedTuple):
 
 
 class _Formed(NamedTuple):
-    """One parameter's gradients, and their versions when they arrived."""
+    """Per-sample gradients of one parameter that wait for others alike, with their version."""
 
     name: str
     factor: Dense
@@ -137,19 +137,20 @@ class SmallLayers:
         single: Callable[[str, Dense], None],
         final: bool = True,
     ) -> None:
+        """Set who takes what was put together and what was not; nothing waits yet."""
         # join: takes the gradients of several parameters. alone: takes a use, and its output's gradient, that no other
         # is like. single: takes one parameter's gradients. final: no other backward follows, so that what uses have
         # saved may go.
         self._join, self._alone, self._single, self._final = join, alone, single, final
-        self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)
-        self._elements = 0
-        self.full = False
-        self._formed: defaultdict[Any, list[_Formed]] = defaultdict(list)
-        self._formed_elements = 0
+        self._waiting: defaultdict[Any, list[_Waiting]] = defaultdict(list)  # by form
+        self._elements = 0  # that wait
+        self.full = False  # whether as many wait as may
+        self._formed: defaultdict[Any, list[_Formed]] = defaultdict(list)  # by shape
+        self._formed_elements = 0  # of those
         self.gradients_full = False  # whether as many gradients wait as may where they are not stored
 
     def takes(self, use: ParamUse, grad: Tensor, stored: frozenset[str]) -> bool:
-        """Take the gradient of a use's output if its layer is small and others may be like it."""
+        """Hold the output gradient of a small layer until others are alike; return whether it is held."""
         # Return whether it was taken. The gradient must not change until it was made a factor of. `stored`: parameters
         # whose gradients are stored although their factors are smaller.
         if use.alike is None:
@@ -176,7 +177,7 @@ class SmallLayers:
         return True
 
     def takes_gradients(self, name: str, factor: Factor) -> bool:
-        """Take a parameter's gradients if they are few numbers that others may be like."""
+        """Hold a parameter's small per-sample gradients until others are alike; return whether they are held."""
         # Return whether they were taken. Nothing else in this backward may contribute to the parameter, and the factor
         # must not change until `finish_gradients`.
         if type(factor) is not Dense:
@@ -192,7 +193,7 @@ class SmallLayers:
         return True
 
     def finish(self) -> None:
-        """Form the factors of all waiting uses and hand them on."""
+        """Form the factors of all uses that wait, together where alike, and pass them on."""
         if not self._waiting:
             return
         waiting, self._waiting, self._elements, self.full = self._waiting, defaultdict(list), 0, False
@@ -209,7 +210,7 @@ class SmallLayers:
                     use.release()
 
     def finish_gradients(self) -> None:
-        """Hand on all waiting gradients, those of each shape together unless too few are alike."""
+        """Pass on all gradients that wait, those of one shape together unless too few."""
         self._formed_elements, self.gradients_full = 0, False
         while self._formed:
             formed = self._formed.popitem()[1]
@@ -224,7 +225,7 @@ class SmallLayers:
                 self._single(name, factor)
 
     def _joined(self, uses: Sequence[_Waiting]) -> bool:
-        """Join uses; return False, with nothing done, where their factors have no form that can be joined."""
+        """Form the factors of similar uses at once; return False, with nothing done, where no form allows it."""
         first, layers = uses[0].use, len(uses)
         saved = first_saved([use.node for use, *_ in uses if use.node is not None])
         samples = layers * first.forward.batch_size
@@ -261,7 +262,7 @@ def _train(uses: Sequence[_Waiting]) -> bool:
 
 
 def _note_sizes(uses: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
-    """Note the sizes at every call site where they are the largest so far."""
+    """Update the statistics of call sites whose gradients are their largest so far."""
     parts: dict[str, list[Factor]] = {}
     for number, (use, grad, _) in enumerate(uses):
         if grad.numel() <= use.site.largest:
@@ -282,7 +283,7 @@ def split_layers(factor: Factor, layers: int) -> list[Factor]:
 
 
 class _SharedInput(NamedTuple):
-    """One layer's gradients: a sum over positions of products of the shared tensor with another."""
+    """A layer's factor whose norm waits for other layers with the same input."""
 
     use: ParamUse
     name: str
@@ -298,11 +299,12 @@ class SharedInputNorms:
     # A factor waits only where the forward said that something else reads its input, and at most until the end of the
     # backward. Which tensors are the same is read off the factors themselves, both alive.
     def __init__(self, total: GroupNorms) -> None:
+        """Add norms to `total`; nothing waits yet."""
         self._total = total
-        self._waiting: defaultdict[Any, list[_SharedInput]] = defaultdict(list)
+        self._waiting: defaultdict[Any, list[_SharedInput]] = defaultdict(list)  # by forward and memory of the input
 
     def takes(self, use: ParamUse, name: str, factor: Any) -> bool:
-        """Take a factor whose input others read as well; return whether its norm is added here."""
+        """Hold a factor whose input other layers read as well; return whether its norm is added here."""
         # Nothing else in this backward contributes to its parameter, and it must not change until its norm has been
         # added.
         forward = use.forward
@@ -329,6 +331,7 @@ class SharedInputNorms:
             self._add(self._waiting.popitem()[1])
 
     def _add(self, layers: Sequence[_SharedInput]) -> None:
+        """Add the norms of layers with one input, by one joint Gram matrix where that is cheaper."""
         for waiting in layers:
             if versions(waiting.factor) != waiting.versions:
                 raise TamperedGradientError(tampered_message(waiting.name))
@@ -357,7 +360,7 @@ def _separate_flops(layers: Sequence[_SharedInput], by: Mapping[str, bool]) -> i
 
 
 def _note_shared_gram(waiting: _SharedInput, flops: int, readers: int) -> None:
-    """Note, for the coverage report, a layer's share of a Gram matrix that is formed for several."""
+    """Write into a call site's statistics its share of the FLOPs of a Gram matrix formed for several layers."""
     plan = f"symmetric Gram, its input's shared by {readers}"
     for key, arrived in waiting.use.site.statistics.items():
         if waiting.name in arrived.names and len(arrived.products) == 1 and arrived.products[0].plan != plan:

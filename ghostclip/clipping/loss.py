@@ -160,7 +160,7 @@ def refuse_lost_gradient(roots: Sequence[Any]) -> None:
 
 
 def _refuse_softmax(node: Any, before: Iterable[Any]) -> None:
-    """Refuse an operation that is no part of a cross-entropy and takes a log-softmax, maybe in another shape."""
+    """Refuse a node that reads the divided log-softmax of `loss_parallel` and is no cross-entropy."""
     for taken in before:
         one = taken
         while _VIEWS.fullmatch(one.name()) and one.next_functions[0][0] is not None:
@@ -182,7 +182,7 @@ _CHANGED: Final = (
 
 @dataclass
 class _Seen:
-    """Record of one path through a loss."""
+    """What was proved of one path through a loss, and its scale."""
 
     row_map: RowMap = WHOLE  # how the rows of its values map to samples
     place: int | None = None  # index of these values on the path, from its end, as -1; None for the end itself
@@ -190,12 +190,13 @@ class _Seen:
 
 
 class LossExaminer:
-    """Examiner of the scalar losses of one model."""
+    """Proves, of one model's scalar losses, that they are sums over samples of one known scale."""
 
     def __init__(self, reduction: str, evidence: Evidence) -> None:
+        """Begin without any loss seen."""
         self._reduction, self._evidence = reduction, evidence
-        self._seen: dict[_Key, _Seen] = {}
-        self._constants: dict[_Key, float] = {}
+        self._seen: dict[_Key, _Seen] = {}  # by path
+        self._constants: dict[_Key, float] = {}  # factor of a path through losses of samples
         # Of factors of several values that all samples have in common.
         self._factors: dict[_Key, Tensor] = {}
 
@@ -268,7 +269,7 @@ class LossExaminer:
             self._evidence.refuse_padding(capture, [losses_B], chain.from_iterable(path_groups.values()), forward)
 
     def _are_summed(self, path_groups: dict[_Key, list[Path]], forward: ForwardContext, roots: Any, grads: Any) -> bool:
-        """Return whether the paths of a loss are sums over samples, not means; refuse factors of other steps."""
+        """Return whether a loss is a sum over samples, not a mean; refuse a scale that differs from earlier steps."""
         forms: set[bool] = set()
         for key, alike in path_groups.items():
             seen = self._seen.setdefault(key, _Seen())
@@ -284,7 +285,7 @@ class LossExaminer:
         return True in forms
 
     def _agree(self, key: _Key, scales: Sequence[Scale]) -> None:
-        """Compare the factors of paths to the same values with those of earlier steps."""
+        """Refuse a path whose scale differs from earlier steps; keep the forms that fit all of them."""
         seen = self._seen.setdefault(key, _Seen())
         forms = frozenset.intersection(*(scale.forms for scale in scales))
         scale = Scale(forms, sum(scale.constant for scale in scales))
@@ -305,13 +306,14 @@ class LossExaminer:
                     raise LossReductionError(_CHANGED.format(shape=tuple(values.shape)))
 
     def _is_new(self, path_groups: dict[_Key, list[Path]], forward: ForwardContext) -> bool:
+        """Return whether a path through the loss was not proved, or its rows may lie elsewhere now."""
         proven = {key: seen for key, seen in self._seen.items() if seen.row_map is not WHOLE}
         return not path_groups.keys() <= proven.keys() or any(
             _is_moved(path, proven[key], forward) for key, (path, *_) in path_groups.items()
         )
 
     def _begun(self, root: Any, grad: Tensor | None) -> tuple[Edge, Path]:
-        """Return the roots of a backward, with the gradient that it starts from as a factor."""
+        """Return where a backward starts: the edge, and a path with the starting gradient as its factor."""
         edge = edge_of(root)
         numbers: tuple[Number, ...] = ()
         if grad is not None and grad.numel():
@@ -327,6 +329,7 @@ class LossExaminer:
         return edge, Path(numbers=numbers, reduced=reduced)
 
     def _prove(self, capture: CaptureContext, path_groups: dict[_Key, list[Path]], forward: ForwardContext) -> None:
+        """Prove that each value that the loss is linear in belongs to one sample; store their row maps."""
         ends = [_ends(path) for path, *_ in path_groups.values()]
         maps = LossRows(self._evidence, capture, forward, advice=remedy(self._reduction)).of(ends)
         for key, end, (row_map, axis) in zip(path_groups, ends, maps, strict=True):
@@ -334,10 +337,11 @@ class LossExaminer:
             seen.row_map, seen.place = row_map, None if axis is None else axis - len(end.passed)
 
     def _counts(self, *, is_new: bool) -> Counts:
-        """Return the batch's counts: a factor that was checked before is compared, and nothing else."""
+        """Return the function that counts positions in the batch; for a known path one that counts nothing."""
         return self._evidence.padding.counts if is_new else tuple
 
     def _scale(self, path: Path, seen: _Seen, forward: ForwardContext, roots: Any, grads: Any) -> Scale:
+        """Return the scale of one path, and refuse a mean whose divisor depends on other samples."""
         size, row_map, before = forward.batch_size, _now(path, seen.row_map, forward), seen.scale
         counts = self._counts(is_new=before is None)
         counted = partial(counted_positions, path, row_map, size, roots=roots, grads=grads)
@@ -351,7 +355,7 @@ class LossExaminer:
 
 
 def _moments(values: Tensor) -> Tensor:
-    """Return numbers that hardly any other values have, nor the same ones in another order, float64, shape ``(3,)``."""
+    """Return three numbers that identify a tensor's values and their order, float64."""
     with _torch.dispatch_modes_off():
         flat = _torch.part_of(values).detach().double().flatten()
         weights = torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device)
@@ -359,6 +363,7 @@ def _moments(values: Tensor) -> Tensor:
 
 
 def _ends(path: Path) -> Ends:
+    """Return the values at the end of a path."""
     classes = (1,) if path.name in CLASSES and path.loss is not None else ()
     return Ends(path.ends, path.name, classes, path.passed())
 
@@ -371,7 +376,7 @@ def _is_moved(path: Path, seen: _Seen, forward: ForwardContext) -> bool:
 
 
 def _adds_nothing(path: Path) -> bool:
-    """Return whether a value is multiplied by zero."""
+    """Return whether a path is multiplied by zero."""
     return any(number.factor == 0 for number in path.numbers)
 
 
@@ -381,7 +386,7 @@ def _ending_at_rows(path: Path, seen: _Seen) -> Path:
 
 
 def _now(path: Path, row_map: RowMap, forward: ForwardContext) -> RowMap:
-    """Return the row map of this step: which rows were picked may have changed."""
+    """Return the row map in this step: rows that an index picks may be others than before."""
     if row_map.kind != "gathered":
         return row_map
     if forward.batch_size == 1:

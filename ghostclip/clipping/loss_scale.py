@@ -31,7 +31,7 @@ from ghostclip.kernels.sums import add_rows_
 TOLERANCE: Final = 1e-6
 # What counts of a batch are: larger than this, however they were divided.
 _LARGE, _ROUNDED = 64, 1e-9
-# They put axes into another order.
+# Nodes that put axes into another order.
 _TURNS: Final = ("TBackward", "TransposeBackward", "PermuteBackward")
 SCHEDULES: Final = (
     "A factor that follows a public schedule, and no data, is declared with ghostclip.losses.scheduled(loss, factor)."
@@ -100,6 +100,7 @@ def check_shares(path: Path, row_map: RowMap, *, batch_size: int, picked: bool, 
 
 
 def _are_equal(share_B: Tensor) -> bool:
+    """Return whether all samples have the same share, within rounding."""
     return torch.allclose(share_B, share_B[0].expand_as(share_B), rtol=1e-6, atol=0.0)
 
 
@@ -131,6 +132,7 @@ def not_over_samples(count: int, batch_size: int) -> str:
 
 
 def _all_count(loss: Any, batch_size: int, row_map: RowMap) -> bool:
+    """Return whether a mean over labels counts every position with weight 1, as many for each sample."""
     count = _torch.saved(loss, "target").numel()
     even = row_map.kind != "gathered" and count % batch_size == 0
     return even and _torch.saved(loss, "weight") is None and _torch.saved(loss, "total_weight").item() == count
@@ -152,7 +154,7 @@ def _at_first_pick(path: Path, roots: Any, grads: Any) -> Tensor:
 
 
 def _weights(path: Path, row_map: RowMap, batch_size: int, gradient: Any) -> Tensor:
-    """Return the sum of the factors of each sample's values, given those of what was picked, float64."""
+    """Return each sample's total factor in the loss, float64: the gradient at the first pick carried to the end."""
     first, *behind = path.from_the_first_pick()
     with torch.no_grad():
         for edge in behind:
@@ -163,6 +165,7 @@ def _weights(path: Path, row_map: RowMap, batch_size: int, gradient: Any) -> Ten
 
 
 def _by_sample(value: Tensor, row_map: RowMap, axis: int, batch_size: int) -> Tensor:
+    """Return the sum of values of each sample's rows, ``(B,)`` float64."""
     if row_map.kind == "one" or not value.dim():
         return torch.ones(batch_size, dtype=torch.float64)
     rows_N = value.movedim(axis, 0).flatten(1).sum(1) if value.dim() > 1 else value
@@ -172,7 +175,7 @@ def _by_sample(value: Tensor, row_map: RowMap, axis: int, batch_size: int) -> Te
 
 @dataclass(frozen=True)
 class Scale:
-    """The factor of one path through a loss."""
+    """How a path through a loss is reduced over samples, and by which constant it is multiplied."""
 
     forms: frozenset[str]  # how it was reduced over samples, in all readings that the sizes allow
     constant: float  # what else it is multiplied by
@@ -193,6 +196,7 @@ class Scale:
         return Scale(self.forms & other.forms, self.constant)
 
     def _described(self) -> str:
+        """Return the scale in words, for an error message."""
         how = "averaged" if "mean" in self.forms else "summed"
         return f"{how} over {' or '.join(sorted(self.forms - {'mean', 'sum'}) or ['samples'])} times {self.constant:g}"
 
@@ -232,6 +236,7 @@ def constant_of(parallel_paths: Iterable[Path], *, batch_size: int, axis: int, c
 
 
 def _path_constant(path: Path, batch_size: int, axis: int, counts: Counts) -> float:
+    """Return the product of a path's constant factors; refuse one that other samples may have changed."""
     scalars = [number for number in path.numbers if not number.per_feature]
     plain = [number for number in scalars if number.plain]
     # Of one sample alone a tensor may be the sample's own weight.
@@ -259,6 +264,7 @@ def _is_counted(constant: float, batch_size: int, counts: Counts) -> bool:
 
 
 def _common(number: Number) -> str:
+    """Return the error text for a factor that all samples have in common."""
     if number.chosen:
         return (
             f"every sample's loss is {number.describe()}, which may have been computed from other samples: each "
@@ -282,7 +288,7 @@ def scale_of(  # noqa: PLR0913 - what is known of a step and of those before
     counted: Callable[[], int],
     before: Scale | None,
 ) -> Scale:
-    """Return the factor between samples' terms and the scalar, without sizes of the batch."""
+    """Return a path's `Scale`, refusing factors that may depend on the batch."""
     # It must be the same in every step: where sizes happen to allow several readings, it is that of the steps `before`.
     # `counted` returns what `counted_positions` does.
     batch_size, axis = forward.batch_size, forward.batch_axis
@@ -425,6 +431,7 @@ def _of_samples(sizes: tuple[int, ...], batch_size: int, axis: int) -> Iterator[
 
 
 def _products(sizes: Iterable[int]) -> Iterator[int]:
+    """Yield the products of every choice of sizes, of the first axes if they are many."""
     leading = list(sizes)[:_MAX_AXES]
     for count in range(1, len(leading) + 1):
         for chosen in combinations(leading, count):
@@ -434,7 +441,7 @@ def _products(sizes: Iterable[int]) -> Iterator[int]:
 def _divisors(
     path: Path, steps: list[ReducedAxes], row_map: RowMap, forward: ForwardContext
 ) -> dict[int, tuple[str, bool]]:
-    """Return the possible divisors of a sum, with the form that each is, and whether a tensor may contain it."""
+    """Return the possible divisors of a sum: by count, (what it counts, whether a tensor may contain it)."""
     batch_size, axis = forward.batch_size, forward.batch_axis
     gathered = row_map.samples if row_map.kind == "gathered" else None
     uneven = gathered is not None and bool(
@@ -481,6 +488,7 @@ def _readings(
 
 
 def _refuse_beyond_range(number: Number) -> None:
+    """Refuse a factor that is infinite, or whose reciprocal is."""
     if not isfinite(number.factor) or (number.factor and not isfinite(1 / number.factor)):
         raise LossReductionError(
             f"the loss is {number.describe()}: no gradient can have such a scale. Leave out what is not finite before "
@@ -491,6 +499,7 @@ def _refuse_beyond_range(number: Number) -> None:
 def _check_number(
     number: Number, inner: set[int], batch_size: int, reduction: str, whole: set[int], counts: Counts
 ) -> None:
+    """Refuse a factor that may have been computed from other samples."""
     if number.chosen:
         raise LossReductionError(
             f"the loss is {number.describe()}, which may have been computed from other samples: each sample's gradient "

@@ -80,23 +80,24 @@ class SharedSamples(Protocol):
 
 
 class NormSum:
-    """Sum of squared norms, their error bounds and the masses of their terms over factors."""
+    """Sum over factors of per-sample squared norms, with bounds on its rounding and the masses of its terms."""
 
     # Parts are stored until the sum is asked for: a few operations then, and not as many for each factor.
     def __init__(self) -> None:
-        self._values: list[Tensor] = []
-        self._errors: list[Tensor] = []
-        self._terms: list[Terms] = []
-        self._blocks: list[Tensor] = []
+        """Start with nothing added."""
+        self._values: list[Tensor] = []  # squared norms (B,)
+        self._errors: list[Tensor] = []  # bounds on their rounding
+        self._terms: list[Terms] = []  # what the clipped sum may round of them
+        self._blocks: list[Tensor] = []  # norms (B, K) that need no bound, of blocks of a gradient
         # Each with the number of layers that it is of.
         self._unfinished: list[tuple[Unfinished | Reduced, int]] = []
-        self._products: list[Product] = []
-        self._root_B: Tensor | None = None
-        self._found: SquaredNorm | None = None
-        self._settled: tuple[Tensor, Tensor] | None = None
+        self._products: list[Product] = []  # outer products without positions: a norm is a product of two
+        self._root_B: Tensor | None = None  # cached by `of_blocks_B`
+        self._found: SquaredNorm | None = None  # cached by `total`
+        self._settled: tuple[Tensor, Tensor] | None = None  # (samples, their norms) that replace what squares add up to
 
     def add(self, norm: SquaredNorm | Unfinished | Reduced | Product, *, layers: int = 1) -> None:
-        """Add one factor's squared norms, or what they are worked out from; the argument must not change afterwards."""
+        """Add one factor's squared norms, or what they follow from; the argument must not change afterwards."""
         # `layers`: of how many layers it is, those of one layer side by side.
         self._root_B = self._found = None
         if isinstance(norm, (Unfinished, Reduced)):
@@ -121,7 +122,7 @@ class NormSum:
         return not (self._values or self._blocks or self._unfinished or self._products)
 
     def _finish(self) -> None:
-        """Work out the errors of squares that were added without."""
+        """Compute the squares and error bounds of Gram sums that were added unfinished."""
         for same_kind in _of_kinds(self._unfinished, lambda one: (one[0].kind, one[1])):
             first, layers = same_kind[0]
             bounded = finished([norm for norm, _ in same_kind])
@@ -136,13 +137,13 @@ class NormSum:
         self._unfinished = []
 
     def _multiply(self) -> None:
-        """Work out the norms of products."""
+        """Compute the norms of factors that were added as products."""
         for products in _of_kinds(self._products, lambda one: (one.g_N1.device, one.g_N1.dtype, one.a_NK[0].dtype)):
             self._blocks += product_norms(products)
         self._products = []
 
     def total(self) -> SquaredNorm | None:
-        """Return the sum of squares and of error bounds, that of the clipped sum among them; None before the first."""
+        """Return the sum of squares with its error bound, that of the clipped sum included; None before the first."""
         self._finish()
         self._multiply()
         if self._blocks:
@@ -164,23 +165,23 @@ class NormSum:
         return self._found
 
     def replace(self, norm: SquaredNorm) -> None:
-        """Replace the sums, with the error of the clipped sum in it, as `total` returns them."""
+        """Set the sum to one that ranks have added up."""
         self._errors, self._terms, self._root_B = [], [], None
         self._values, self._found = [norm.value_B], norm
 
     def settle(self, index_D: Tensor, norm_D: Tensor) -> None:
-        """Set the norms of a few samples, rounded up, whatever their squares add up to."""
+        """Override the norms of a few samples with ones rounded up, computed in float64."""
         self._settled = index_D, norm_D
 
     def with_settled(self, norm_B: Tensor) -> Tensor:
-        """Return norms ``(B,)`` with those that were settled in their places."""
+        """Return norms ``(B,)`` with the overridden ones put in."""
         if self._settled is None:
             return norm_B
         index_D, norm_D = self._settled
         return norm_B.index_copy(0, index_D.to(norm_B.device), norm_D.to(norm_B))
 
     def of_blocks_B(self) -> Tensor | None:
-        """Return the norms, rounded up, where only norms of blocks were added, the common case; else None."""
+        """Return the norms, rounded up, if only norms without error bounds were added (the common case); else None."""
         if self._root_B is None and not (self._values or self._unfinished) and (self._blocks or self._products):
             self._multiply()
             self._root_B = rounded_up_(root_of_squares(_on_device(self._blocks, self._blocks[0].device)))
@@ -196,7 +197,7 @@ class NormSum:
         return self.with_settled(norm_B)
 
     def imprecise_B(self) -> Tensor:
-        """Return which samples' norms are not finite, or may have been changed by more than the tolerance."""
+        """Return which samples' norms are not finite, or rounded by more than the tolerance."""
         total = self.total()
         assert total is not None
         imprecise_B = ~(total.value_B < _most(total.value_B.dtype))
@@ -210,7 +211,7 @@ _device: Final[Callable[[Tensor], torch.device]] = attrgetter("device")
 
 
 def _of_kinds(items: Sequence[_T], kind: Callable[[_T], object]) -> Collection[list[_T]]:
-    """Return what can be worked out in one operation, by kind."""
+    """Return items grouped by kind, so that each group is computed in one operation."""
     if len(items) < 2:
         return [list(items)] if items else []
     alike: defaultdict[object, list[_T]] = defaultdict(list)
@@ -246,11 +247,11 @@ class GroupNorms:
         self._whole = [] if ranks is None else [NormSum() for _ in self.sums]
 
     def add(self, name: str, norm: SquaredNorm | Unfinished | Reduced | Product) -> None:
-        """Add the squared norms of one factor of a parameter, or what they are worked out from."""
+        """Add the squared norms of one factor of a parameter, or what they will be computed from."""
         self._sum_of(name).add(norm)
 
     def _sum_of(self, name: str) -> "NormSum":
-        """Return the sum that something is added to for a parameter."""
+        """Return the sum that a parameter's norms are added to: its group's, or that of whole parameters on ranks."""
         self.finite, self.largest = False, None
         return (self._whole if self._ranks is not None and self.is_whole(name) else self.sums)[
             self.group_of.get(name, 0)
@@ -340,7 +341,7 @@ class GroupNorms:
                 norm_sum.add(total)
 
     def refine(self, exact: "GroupNorms", index_D: Tensor) -> Tensor | None:
-        """Replace the norms of a few samples by float64 ones, and return which samples are ill-conditioned, or None."""
+        """Put float64 norms of a few samples in; return which samples are ill-conditioned, None without any."""
         # Of no others, so that no sample's norm depends on another sample. A sample whose clipped sum, too, would be
         # rounded by more than the tolerance is ill-conditioned: its contribution must be formed in float64. Where not
         # even that bounds it, its norm becomes infinite, so that it contributes nothing.
@@ -374,7 +375,7 @@ class GroupNorms:
         return norm_GB
 
     def _alike(self) -> Collection[dict[int, SquaredNorm]]:
-        """Return the sums by their groups' numbers, those of each device and dtype separately."""
+        """Return the groups' sums by number, in one dict per device and dtype."""
         norms = {number: norm for number, norm in enumerate(total.total() for total in self.sums) if norm is not None}
         if len(norms) == 1:
             return [norms]
@@ -384,7 +385,7 @@ class GroupNorms:
         return alike.values()
 
     def certain_B(self, batch_size: int) -> Tensor:
-        """Return which samples' norms are finite and changed by rounding within the tolerance; no value is read."""
+        """Return which samples' norms are finite and precise enough, without waiting for the device."""
         self.finite, self.largest = False, None
         norm_B = self.sums[0].of_blocks_B() if len(self.sums) == 1 else None
         if norm_B is not None:
@@ -395,7 +396,7 @@ class GroupNorms:
         return ~torch.stack(_on_device(imprecise, imprecise[0].device)).any(0)
 
     def imprecise_B(self, doubt: Tensor | None = None) -> Tensor | None:
-        """Return which samples' norms must be computed in float64, in some group; None when there are none."""
+        """Return which samples' norms need float64 in some group; None without any. Sets `finite` and `largest`."""
         # Squares beyond float32 may be finite in float64; what is not finite there never was. Finiteness, and `doubt`,
         # one bool of the caller's, are read with the same wait for the device.
         norm_B = self.sums[0].of_blocks_B() if len(self.sums) == 1 and doubt is None else None
@@ -416,7 +417,7 @@ class GroupNorms:
 
 
 def _write_rows(rows_RN: Tensor, total: SquaredNorm | None) -> None:
-    """Write a rank's sum into rows that can be added up over ranks: terms do not overlap."""
+    """Write a rank's sum and its bounds into rows that can be added up over ranks."""
     # rows_RN: zeros, two columns more than samples.
     if total is None:
         return
@@ -438,7 +439,7 @@ def _differ_B(rows_RN: Tensor, ranks: int) -> Tensor:
 
 
 def _read_rows(rows_RN: Tensor, dtype: torch.dtype) -> SquaredNorm:
-    """Return the sum that ranks have written."""
+    """Return the sum from rows that were added up over ranks."""
     value_B, error_B, square_B, scale_B, whole_B, _ = rows_RN[:, :-2].unbind()
     # What is not finite on one rank is added to sums there.
     value_B = value_B + whole_B * 0
@@ -448,7 +449,7 @@ def _read_rows(rows_RN: Tensor, dtype: torch.dtype) -> SquaredNorm:
 
 
 def _split_norm(norm: Unfinished | Reduced | Product, layers: int) -> Sequence[Unfinished | Reduced | Product]:
-    """Return the squared norms of several layers from those of all their samples, of one layer side by side."""
+    """Return the norms of each of several layers that were computed as one."""
     if isinstance(norm, Reduced):
         return [norm._replace(part_NPK=part_NPK) for part_NPK in norm.part_NPK.chunk(layers)]
     if isinstance(norm, Product):
@@ -465,7 +466,7 @@ def _split_norm(norm: Unfinished | Reduced | Product, layers: int) -> Sequence[U
 
 
 def _split_errors(norm: SquaredNorm, layers: int) -> tuple[Sequence[Tensor | None], Sequence[Terms | None]]:
-    """Return the errors and the terms of several layers from those of all their samples."""
+    """Return the error bounds and term masses of each of several layers that were computed as one."""
     nothing = [None] * layers
     error = nothing if norm.error_B is None else norm.error_B.chunk(layers)
     if norm.terms is None:
@@ -475,6 +476,7 @@ def _split_errors(norm: SquaredNorm, layers: int) -> tuple[Sequence[Tensor | Non
 
 
 def _at_most_B(norm: SquaredNorm) -> Tensor:
+    """Return an upper bound on squared norms: value plus error bound."""
     return norm.value_B if norm.error_B is None else (norm.value_B + norm.error_B).clamp_(min=0)
 
 
@@ -502,7 +504,7 @@ def _certain(norms: Sequence[SquaredNorm], doubt: Tensor | None) -> bool:
 
 
 def _most(dtype: torch.dtype) -> float:
-    """Return a limit so far below the largest number that nothing overflows on the way to a norm."""
+    """Return the largest squared norm that is taken for finite: nothing overflows on the way to its root."""
     return torch.finfo(dtype).max / 4
 
 
@@ -517,7 +519,7 @@ def _tolerance(norm: SquaredNorm) -> float:
 
 
 def _settled(norm: SquaredNorm, before: SquaredNorm, index_D: Tensor) -> tuple[Tensor, Tensor]:
-    """Return norms of samples from float64, with what the sum may round, and which samples are ill-conditioned."""
+    """Return (norms of a few samples from float64, rounded up, which of them are ill-conditioned)."""
     # `before` are the squared norms of all samples, in the dtype that contributions would be summed in otherwise.
     square_D, terms, dtype = norm.value_B, norm.terms, before.value_B.dtype
     error_D = torch.zeros_like(square_D) if norm.error_B is None else norm.error_B
@@ -538,7 +540,7 @@ def _settled(norm: SquaredNorm, before: SquaredNorm, index_D: Tensor) -> tuple[T
 
 
 def loses_nothing(factor: Factor, instantiated: Factor) -> bool:
-    """Return whether no sample would be ill-conditioned if the factor's terms were weighted and added one by one."""
+    """Return whether rounding makes no sample ill-conditioned in this form, so that formed gradients may replace it."""
     # Formed gradients then say the same. True without a look where a device would be waited for.
     inside = instantiated
     while isinstance(inside, (Permuted, AtIndex)):
@@ -589,13 +591,13 @@ def terms_of_uses(factors: Sequence[Factor]) -> Terms:
 
 
 def _whole(factor: Factor) -> Terms:
-    """Return a factor that is added whole as the one term that it is then."""
+    """Return the one term of a factor that is added as a whole."""
     value_B = factor.sqnorm().value_B
     return Terms(value_B.sqrt(), value_B, 1)
 
 
 def exact_sqnorm(factor: Factor, index_D: Tensor) -> SquaredNorm:
-    """Return squared norms of a few samples in float64."""
+    """Return squared norms of a few samples in float64, from a Gram matrix where its error allows."""
     # From a certain Gram matrix where cheaper, else from gradients.
     few = factor.selected(index_D).in_double()
     norm = few.sqnorm()

@@ -66,26 +66,26 @@ class Sequences(Dealing, Protocol):
 
 
 class Streams:
-    """The streams that gradients of one backward arrived on."""
+    """CUDA streams on which the gradients of one backward arrived."""
 
     def __init__(self) -> None:
         self._met: dict[tuple[torch.device, Any], Any] = {}
 
     def note(self, device: torch.device) -> None:
-        """Note the stream that a gradient arrives on."""
+        """Record the stream that is current as a gradient arrives."""
         stream = _torch.current_stream(device)
         if stream is not None:
             self._met[device, stream] = stream
 
     def join(self) -> None:
-        """Let the current stream of each device wait for all others."""
+        """Make the current stream of each device wait for all streams that gradients arrived on."""
         for (device, _), stream in self._met.items():
             here = _torch.current_stream(device)
             if here != stream:
                 here.wait_stream(stream)
 
     def part(self) -> None:
-        """Let the other streams wait in turn, lest they reuse memory that is still read here."""
+        """Make the other streams wait for the current one, lest they reuse memory that it still reads."""
         for (device, _), stream in self._met.items():
             here = _torch.current_stream(device)
             if here != stream:
@@ -94,22 +94,23 @@ class Streams:
 
 
 class Pass(ABC):
-    """Listens to one backward."""
+    """Receives the output gradients of one backward, and hands each parameter's factors to `consume`."""
 
     final = True  # whether no other backward follows, so that what uses have saved may go
     only: Collection[str] | None = None  # parameters whose factors are taken; None for all
-    _arriving: Tensor | None = None
-    _alike: SmallLayers
+    _arriving: Tensor | None = None  # output gradient of the use whose factors are being formed
+    _alike: SmallLayers  # holds small layers until others of their form have come
 
     def __init__(self, ranks: SharedSamples | None = None) -> None:
+        """Start a pass; `ranks` have parts of the same samples' gradients."""
         self.forwards: list[ForwardContext] = []  # the forwards whose uses arrived
         self._ranks = ranks
-        self._spread: defaultdict[str, list[Factor]] = defaultdict(list)
+        self._spread: defaultdict[str, list[Factor]] = defaultdict(list)  # factors of some positions, by parameter
         runtime.renew()
         self.streams = Streams()  # the streams that their gradients arrived on
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Take the gradient of a use's output and pass its factors on."""
+        """Form the factors of a use from its output gradient, and consume them."""
         if grad.is_cuda or not self.forwards or self.forwards[-1] is not use.forward:
             self._meet(use, grad)
         with undisturbed():
@@ -118,14 +119,14 @@ class Pass(ABC):
             use.release()
 
     def _meet(self, use: ParamUse, grad: Tensor) -> None:
-        """Note the forward, and the stream, that a gradient comes from."""
+        """Record the forward of a use, and the stream that its gradient came on."""
         if use.forward not in self.forwards:
             self.admit(use.forward)
         if grad.is_cuda:
             self.streams.note(grad.device)
 
     def _note_put_aside(self, use: ParamUse, grad: Tensor) -> None:
-        """Note a use that waits for similar ones; form the factors of all that wait once they are many."""
+        """Record a use whose gradient is held for others alike; form the factors of all once they are many."""
         if grad.is_cuda or not self.forwards or self.forwards[-1] is not use.forward:
             self._meet(use, grad)
         if self._alike.full:
@@ -134,6 +135,7 @@ class Pass(ABC):
                 self._alike.finish()
 
     def _take(self, use: ParamUse, grad: Tensor) -> None:
+        """Form the factors of a use and consume them."""
         self._arriving = grad
         for name, factor in use.parameter_factors(grad):
             if self.only is None or name in self.only:
@@ -141,7 +143,7 @@ class Pass(ABC):
         self._arriving = None
 
     def _may_wait(self, factor: Factor) -> bool:
-        """Return whether a factor is of memory of its own, which nobody else changes while it waits for others."""
+        """Return whether a factor has memory of its own, so that it cannot change while it is held."""
         return (
             type(factor) is Dense
             and self._arriving is not None
@@ -149,14 +151,14 @@ class Pass(ABC):
         )
 
     def _defers(self, use: ParamUse, name: str, factor: Factor) -> bool:
-        """Defer a factor that is a part of one, of some of a sample's positions; return whether it is."""
+        """Hold a factor of which each rank has some positions only; return whether it is held."""
         if not use.forward.spread.get(name, False):
             return False
         self._spread[name].append(formed(factor))
         return True
 
     def _whole(self) -> list[tuple[str, Factor]]:
-        """Return the deferred factors, whole: the sums of all ranks' parts, in one exchange."""
+        """Return (name, gradients) of the factors held by `_defers`, summed over all ranks in one exchange."""
         if self._ranks is None or not self.forwards:
             return []
         names = sorted({name for one in self.forwards for name, spread in one.spread.items() if spread})
@@ -184,7 +186,7 @@ class Pass(ABC):
         ]
 
     def admit(self, forward: ForwardContext) -> None:
-        """Add a forward once; all forwards of one backward must have the same samples."""
+        """Record a forward behind this backward; all must have the same number of samples."""
         if forward.consumed:
             raise GhostClipError(
                 "a second backward went through the same forward: its samples would be clipped twice and contribute "
@@ -195,7 +197,7 @@ class Pass(ABC):
 
     @abstractmethod
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
-        """Take one parameter's factor, through one use."""
+        """Use one parameter's factor from one use: take its norm, store it, or add its sum, as the pass does."""
 
 
 def refuse_two_sizes(forwards: Sequence[ForwardContext]) -> None:
@@ -209,12 +211,13 @@ def refuse_two_sizes(forwards: Sequence[ForwardContext]) -> None:
 
 @contextmanager
 def _without_gradients() -> Iterator[None]:
+    """Within the block no graph is made and no autocast applies."""
     with full_precision(), torch.no_grad():
         yield
 
 
 def undisturbed() -> AbstractContextManager[None]:
-    """Return a context in which factors are formed and measured in their own precision, whatever the model runs in."""
+    """Return a context without gradients and autocast, in which factors are formed and measured."""
     return _without_gradients() if torch.is_grad_enabled() else full_precision()
 
 
@@ -234,13 +237,13 @@ class BookKeeping(Pass):
         super().__init__(ranks)
         self._sequences = sequences
         self._stored_layers = stored_layers
-        self._stored: frozenset[str] | None = None
+        self._stored: frozenset[str] | None = None  # what `stored_layers` returned; None before the first gradient
         self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
         self.total = GroupNorms(group_of, ranks)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
-        self._versions: dict[int, list[int]] = {}
+        self._versions: dict[int, list[int]] = {}  # of stored factors' tensors, by `id` of the factor
         self._together = SharedInputNorms(self.total)
-        self._joints: list[Joint] = []
+        self._joints: list[Joint] = []  # stored factors of parameters that were put together
         self._alike = SmallLayers(join=self._join, alone=self._take, single=self._add)
         alone = sequences is not None or ranks is not None or len(self.total.sums) > 1
         self.puts_together = type(self).puts_together and not alone
@@ -248,7 +251,7 @@ class BookKeeping(Pass):
     puts_together = True
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Take the output gradient of a layer as the backward hook gets it; the first one decides what is stored."""
+        """As in `Pass`, with small layers held for others alike; the first gradient decides what is stored."""
         if self._stored is None:
             self._stored = self._stored_layers(use, grad)
             if self._sequences is not None:
@@ -273,16 +276,19 @@ class BookKeeping(Pass):
             self._add(name, stored, use=use)
 
     def _stored_form(self, name: str, factor: Factor) -> Factor:
+        """Return a factor in the form in which it is stored: per-sample gradients if smaller, or if planned."""
         stored = smaller_form(factor, always=name in (self._stored or ()))
         return stored.aligned() if type(stored) is Outer else stored
 
     def _join(self, joint: Joint) -> None:
+        """Add the norms of parameters that were put together, and store them."""
         stored = self._stored_form(joint.names[0], joint.factor)
         assert isinstance(stored, (Dense, Outer))
         self.total.add_norms_of(joint.names, stored)
         self._joints.append(joint if stored is joint.factor else Joint(joint.names, stored))
 
     def _add(self, name: str, factor: Factor, *, use: ParamUse | None = None) -> None:
+        """Add a factor's norm and store it with its version."""
         if use is None or not self._together.takes(use, name, factor):
             self.total.add_norm_of(name, factor)
         self.factors[name].append(factor)
@@ -316,6 +322,7 @@ class BookKeeping(Pass):
         return self.total
 
     def _complete(self) -> None:
+        """Add up the norms over ranks that share samples."""
         if self.forwards:
             self.total.complete(self.forwards[0].batch_size)
 
@@ -346,7 +353,7 @@ class BookKeeping(Pass):
             sums.complete(name)
 
     def _split_joint(self, which: Callable[[Joint], bool] = lambda joint: True) -> None:
-        """Split joined parameters, all or some, so that each is treated by itself, as some samples must be."""
+        """Store parameters that were put together one by one, all or those where ``which`` holds."""
         joints, self._joints = self._joints, []
         for joint in joints:
             if not which(joint):
@@ -401,7 +408,7 @@ class OneOfTwo(Pass):
         self._alike = SmallLayers(join=self._join, alone=self._take_alone, single=self._add, final=self.final)
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Take the gradient of a use's output; that of a small layer is put aside, to be formed with others like it."""
+        """As in `Pass`, with small layers held for others alike, and what arrives compared between the backwards."""
         if self._is_compared_by_use(use):
             # With the other backward's: the output gradient and what was saved stand for all factors.
             self._comparison.note_use(use, grad)
@@ -411,15 +418,17 @@ class OneOfTwo(Pass):
         self._note_put_aside(use, grad)
 
     def _is_compared_by_use(self, use: ParamUse) -> bool:
+        """Return whether a use's gradient and saved tensors are compared, instead of its factors."""
         # What hooks on saved tensors pack can be asked for once.
         return use.alike is not None and self.only is None and (use.node is None or type(use.node) is SavedTensors)
 
     def _note(self, use: ParamUse, name: str, factor: Factor) -> None:
+        """Compare a factor with the other backward's, where its use is not compared."""
         if not self._is_compared_by_use(use):
             self._comparison.note(name, factor)
 
     def _waits(self, name: str, factor: Factor) -> bool:
-        """Let a small gradient wait for similar ones; return whether it does."""
+        """Hold a small gradient for others alike; return whether it is held."""
         if not (self._puts_together and self._may_wait(factor) and self._alike.takes_gradients(name, factor)):
             return False
         if self._alike.gradients_full:
@@ -428,27 +437,29 @@ class OneOfTwo(Pass):
         return True
 
     def _finish_waiting(self) -> None:
+        """Form and pass on all that is held for others alike."""
         self._alike.finish()
         self._alike.finish_gradients()
 
     def _puts_aside(self, use: ParamUse, grad: Tensor) -> bool:
-        """Let a small layer wait for similar ones; return whether it does."""
+        """Hold a small layer's gradient for others alike; return whether it is held."""
         return self.only is None and self._ranks is None and self._alike.takes(use, grad, frozenset())
 
     def _take_alone(self, use: ParamUse, grad: Tensor) -> None:
+        """Consume a held use for which nothing alike came."""
         self._take(use, grad)
 
     @abstractmethod
     def _join(self, joint: Joint) -> None:
-        """Take the factors of several parameters, each used once."""
+        """Consume the factors of several parameters that were put together, each used once."""
 
     @abstractmethod
     def _add(self, name: str, factor: Factor) -> None:
-        """Take the factor of one parameter."""
+        """Consume the factor of one parameter."""
 
 
 class NormPass(OneOfTwo):
-    """The first of two backwards: norms only. Factors of shared parameters stay until all have arrived."""
+    """First of two backwards, for norms: a factor is dropped once measured, that of a shared parameter at the end."""
 
     final = False
 
@@ -467,23 +478,24 @@ class NormPass(OneOfTwo):
         # computed then, in float64.
         self.total = GroupNorms(group_of, ranks)
         super().__init__(repeats, puts_together=index_D is None and len(self.total.sums) == 1, ranks=ranks)
-        self.seen: set[int] = set()
-        self.arrived: set[str] = set()
-        self.late: set[str] = set()
-        self.several: set[str] = set()
-        self.order: list[str] = []
+        self.seen: set[int] = set()  # `id` of the uses that arrived
+        self.arrived: set[str] = set()  # parameters that were measured at their first use
+        self.late: set[str] = set()  # those whose second use came after that: the pass must be run again
+        self.several: set[str] = set()  # parameters with several uses
+        self.order: list[str] = []  # parameters in the order in which uses arrived
         self._shared = shared
         self._instantiate, self._index_D = instantiate, index_D
         self._together = SharedInputNorms(self.total)
         self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
-        """Take the gradient of a use's output."""
+        """As in `OneOfTwo`, with uses recorded for the second backward to compare."""
         self.seen.add(id(use))
         self.order += use.site.consumed
         super().receive(use, grad)
 
     def _puts_aside(self, use: ParamUse, grad: Tensor) -> bool:
+        """As in `OneOfTwo`, but not for parameters with several uses."""
         names = use.site.names
         # A second use is measured again together with the first one.
         met = self._instantiate or not (self._shared.isdisjoint(names) and self.arrived.isdisjoint(names))
@@ -493,6 +505,7 @@ class NormPass(OneOfTwo):
         return True
 
     def _take_alone(self, use: ParamUse, grad: Tensor) -> None:
+        """Consume a held use by itself, as one that has not arrived yet."""
         self.arrived.difference_update(use.site.names)
         super()._take_alone(use, grad)
 
@@ -510,10 +523,11 @@ class NormPass(OneOfTwo):
             self._add(name, factor, use=use)
 
     def _join(self, joint: Joint) -> None:
+        """Add the norms of several parameters that were put together."""
         self.total.add_norms_of(joint.names, joint.factor)
 
     def norms(self) -> GroupNorms:
-        """Return the norms of all samples, or of those that were asked for."""
+        """Return the norms of all samples, or of the few in `index_D`; shared parameters' cross terms included."""
         self._finish_waiting()
         self.several = set(self._waiting)
         for name, factor in self._whole():
@@ -540,6 +554,7 @@ class NormPass(OneOfTwo):
         return self.total
 
     def _add(self, name: str, factor: Factor, *, use: ParamUse | None = None) -> None:
+        """Add a factor's squared norm, in the form that this pass measures."""
         inside = factor
         while isinstance(inside, (Permuted, AtIndex)):
             inside = inside.inner
@@ -552,7 +567,7 @@ class NormPass(OneOfTwo):
 
 
 class SumPass(OneOfTwo):
-    """The second backward: every layer's clipped sum is contracted as its gradient arrives, and dropped at once."""
+    """Second of two backwards: each factor is added to its parameter's clipped sum as it arrives, and dropped."""
 
     def __init__(
         self,
@@ -573,6 +588,7 @@ class SumPass(OneOfTwo):
         self._expected, self._several = expected, several
 
     def _puts_aside(self, use: ParamUse, grad: Tensor) -> bool:
+        """As in `OneOfTwo`, but not for parameters with several uses."""
         if not (self._several.isdisjoint(use.site.names) and super()._puts_aside(use, grad)):
             return False
         self._expect(use)
@@ -589,20 +605,23 @@ class SumPass(OneOfTwo):
             self._add(name, factor, more=several)
 
     def _expect(self, use: ParamUse) -> None:
+        """Refuse a use that had no norm in the first backward."""
         if self._expected is not None and id(use) not in self._expected:
             message = f"{use.site.describe()}: its gradient arrived in the second backward only, so it has no norm."
             raise GhostClipError(message)
 
     def _join(self, joint: Joint) -> None:
+        """Add the clipped sums of several parameters that were put together."""
         self._weights.into_several(self._sums, joint)
 
     def _add(self, name: str, factor: Factor, *, more: bool = False) -> None:
+        """Add a factor's clipped sum, and complete the parameter unless ``more`` uses follow."""
         self._weights.into(self._sums, factor, name, more=more)
         if not more:
             self._sums.complete(name)
 
     def finish(self) -> None:
-        """Add what waited: for similar ones, for all uses of a parameter, and for other ranks."""
+        """Add all that was held: for layers alike, for all uses of a parameter, for other ranks."""
         self._finish_waiting()
         for name, factor in self._whole():
             self._add(name, factor)
@@ -610,7 +629,7 @@ class SumPass(OneOfTwo):
 
 
 def smaller_form(factor: Factor, *, always: bool = False) -> Factor:
-    """Return a factor of the per-sample gradient itself where it is no larger than the factors, or always."""
+    """Return the formed per-sample gradient in the place of a factor where it is no larger, or ``always``."""
     # Where that depends on the size of the batch, factors of gradients that nearly cancel are stored instead: what is
     # left of these is rounded differently in either form, and no sample's contribution may depend on how many there
     # are.

@@ -22,6 +22,7 @@ from ghostclip.errors import TamperedGradientError
 
 
 def _own_zero_grad(model: nn.Module) -> Any:
+    """Return the method `zero_grad` of a model's class, bound to it."""
     return types.MethodType(type(model).zero_grad, model)
 
 
@@ -33,6 +34,7 @@ class _DiscardingZeroGrad:
         self._discard = discard
 
     def __call__(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Discard the clipped sums, and run the model's own ``zero_grad``."""
         discard = self._discard()
         if discard is not None:
             discard()
@@ -50,7 +52,7 @@ class ZeroGrad:
         self._installed: _DiscardingZeroGrad | None = None
 
     def install(self, discard: Callable[[], Callable[[], None] | None]) -> None:
-        """Let ``model.zero_grad()`` discard clipped sums."""
+        """Make ``model.zero_grad()`` discard clipped sums, too."""
         # ``discard`` returns what discards them, or None once that is gone.
         self._installed = _DiscardingZeroGrad(self._model, discard)
         self._model.__dict__["zero_grad"] = self._installed
@@ -68,9 +70,10 @@ _SHARED: Final = 1 << 18
 
 
 class Savepoint:
-    """Context that can restore what accumulated before an attempt, wherever that failed."""
+    """Context of an attempt, which can restore the state before it until it ends."""
 
     def __init__(self, *parts: Callable[[], None], forget: Callable[[], None]) -> None:
+        """Hold functions that restore each part of the state, and one that ends the attempt."""
         self._parts = parts
         self._forget = forget
 
@@ -86,7 +89,7 @@ class Savepoint:
 
 
 class SumsBefore:
-    """Present sums, each copied where it lies when something is first added to it."""
+    """The clipped sums at a savepoint, each copied only when something is first added to it."""
 
     # That is at the end of a backward, when activations have made room, and never if memory runs out before.
     def __init__(self, sums: Mapping[nn.Parameter, Tensor]) -> None:
@@ -100,13 +103,13 @@ class SumsBefore:
             self._copies[parameter] = buffer.clone()
 
     def put_back(self) -> dict[nn.Parameter, Tensor]:
-        """Return the accumulators by parameter, changed ones replaced by their copies."""
+        """Return the sums by parameter as they were at the savepoint."""
         self._sums.update(self._copies)
         self._copies.clear()
         return dict(self._sums)
 
     def give_up(self) -> None:
-        """Drop the sums, which were released."""
+        """Drop the copies: the sums were released."""
         self.released = True
         self._sums.clear()
         self._copies.clear()
@@ -117,16 +120,16 @@ class Delivery(Protocol):
 
     # Every rank delivers every parameter once in a backward, in one order: a missing sum counts as zero.
     def takes(self, parameter: nn.Parameter) -> bool:
-        """Return whether ranks have a parameter in parts."""
+        """Return whether a parameter is divided among ranks, so that its sum is delivered."""
 
     def number(self, parameter: nn.Parameter) -> int:
-        """Return the place of a parameter in the order of delivery, the lower the earlier."""
+        """Return a parameter's place in the order of delivery."""
 
     def add(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """Add the sum of this rank's samples, of the whole parameter's shape; consumes it."""
 
     def send(self) -> None:
-        """Send the sums whose turn it is; the caller must not refer to them."""
+        """Start the reduce-scatters that are complete so far; the caller must not refer to the sums."""
 
     def order(self, *, at_once: bool) -> None:
         """Set whether sums may be sent before all are formed, for which ranks must form them in one order."""
@@ -154,10 +157,10 @@ class Sharded(Gathering, Protocol):
         """Delivery of clipped sums to the ranks that have the parts."""
 
     def look_at(self, sums: Callable[[], Mapping[str, Tensor | None]]) -> None:
-        """Compare, after a forward that was proved, the clipped sums of parameters that should be equal on ranks."""
+        """Compare between ranks, after a proved forward, clipped sums of parameters that should be equal."""
 
     def rest(self) -> None:
-        """Reshard the model, so that it has the parameters that an optimizer refers to."""
+        """Free gathered parameters, so that the model holds those that an optimizer refers to."""
 
 
 class GradientStore:
@@ -181,29 +184,30 @@ class GradientStore:
         present: Mapping[str, nn.Parameter] | None = None,
         delivery: Delivery | None = None,
     ) -> None:
+        """Hold no sum yet, and leave sums to ``p.grad``."""
         # `present`: the parameters as the model computes with them, where some are in parts.
         self._present = parameters if present is None else present
         self._delivery = delivery
-        self._whole: dict[nn.Parameter, Tensor] = {}
+        self._whole: dict[nn.Parameter, Tensor] = {}  # sums of divided parameters in this backward, to be delivered
         self.owned = False  # whether a private optimizer owns the sums
         self.has_sum = False  # whether a backward has completed since the last `reset`
         self.samples_apart = False  # whether per-sample gradients are stored here too, for an exact release
         self._parameters = parameters
-        self._sums: dict[nn.Parameter, Tensor] = {}
-        self._versions: dict[nn.Parameter, int] = {}
-        self._in_progress: dict[nn.Parameter, Tensor] = {}
-        self._sampled: set[nn.Parameter] = set()
-        self._samples: dict[nn.Parameter, list[Tensor]] = {}
-        self._kept: list[SumsBefore] = []
+        self._sums: dict[nn.Parameter, Tensor] = {}  # accumulators that are held here
+        self._versions: dict[nn.Parameter, int] = {}  # of ``p.grad`` when a backward had completed
+        self._in_progress: dict[nn.Parameter, Tensor] = {}  # accumulators of the backward that runs
+        self._sampled: set[nn.Parameter] = set()  # parameters with per-sample gradients in ``p.grad_sample``
+        self._samples: dict[nn.Parameter, list[Tensor]] = {}  # those that are stored here
+        self._kept: list[SumsBefore] = []  # savepoints in force
         # Their sums live in ``p.grad`` alone: whoever sets that to None has let go of them.
         self._shown: set[nn.Parameter] = set()
 
     def withhold(self, *, samples: bool) -> None:
-        """Let an optimizer own the sums from now on, and perhaps per-sample gradients; none may be in ``p.grad``."""
+        """Keep the sums here for a private optimizer from now on, with ``samples`` per-sample gradients as well."""
         self.owned, self.samples_apart = True, samples
 
     def buffer(self, name: str) -> tuple[Tensor, bool]:
-        """Return the accumulator of a parameter, and whether it is new: uninitialised, to be written at once."""
+        """Return a parameter's accumulator, and whether it is new: uninitialised, to be written at once."""
         parameter = self._parameters[name]
         if self._delivery is not None and self._delivery.takes(parameter):
             return self._buffer_of_whole(name, parameter)
@@ -256,7 +260,7 @@ class GradientStore:
             buffer += clipped_sum
 
     def _lacks(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-        """Return whether a parameter has no accumulator yet, and a tensor of a dtype may become it."""
+        """Return whether a parameter has no accumulator, and a tensor of this dtype may become it."""
         if self.owned:
             return parameter not in self._sums
         occupied = parameter.grad is not None or parameter in self._in_progress
@@ -264,6 +268,7 @@ class GradientStore:
         return alike and not occupied and not (self._delivery is not None and self._delivery.takes(parameter))
 
     def _buffer_of_whole(self, name: str, parameter: nn.Parameter) -> tuple[Tensor, bool]:
+        """Return the accumulator for the whole of a divided parameter in this backward, and whether it is new."""
         whole = self._whole.get(parameter)
         if whole is not None:
             return whole, False
@@ -273,23 +278,23 @@ class GradientStore:
         return whole, True
 
     def takes_at_once(self, elements: int) -> bool:
-        """Return whether the sums of several parameters may be formed at once: not where each is sent on at once."""
+        """Return whether sums of so many elements may be formed together before they are delivered."""
         return self._delivery is None or elements <= _SHARED // 8
 
     def in_order(self, names: Sequence[str]) -> Sequence[str]:
-        """Return parameters in the order in which their sums are wanted."""
+        """Return parameters in the order in which their sums are delivered."""
         delivery = self._delivery
         return names if delivery is None else sorted(names, key=lambda name: delivery.number(self._parameters[name]))
 
     def complete(self, name: str) -> None:
-        """Note that nothing will be added to a parameter's sum any more in this backward."""
+        """Deliver a divided parameter's sum, as nothing more is added to it in this backward."""
         parameter = self._parameters[name]
         if self._delivery is not None and parameter in self._whole:
             self._delivery.add(parameter, self._whole.pop(parameter))
             self._delivery.send()
 
     def _take_in(self, delivery: Delivery) -> None:
-        """Add this rank's parts of the sums over all ranks to the accumulators."""
+        """Finish the delivery, and add this rank's parts of the sums over all ranks to the accumulators."""
         for parameter in list(self._whole):
             delivery.add(parameter, self._whole.pop(parameter))
         for parameter, part in delivery.finish():
@@ -304,7 +309,7 @@ class GradientStore:
             _torch.local(before).add_(_torch.local(part))
 
     def drop_if(self, doubt: Tensor) -> None:
-        """Zero every sum where one bool is true, without reading it."""
+        """Zero every sum on the device where ``doubt`` is true, without reading it."""
         shown = {parameter: parameter.grad for parameter in self._shown if parameter.grad is not None}
         alike: defaultdict[int, list[Tensor]] = defaultdict(list)
         for parameter, total in {**self._sums, **shown}.items():
@@ -321,6 +326,7 @@ class GradientStore:
                 part.masked_fill_(doubt.to(part.device), 0.0)
 
     def _free_buffer(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the accumulator behind ``p.grad``, float32 at least; None where the user has set that to None."""
         grad = parameter.grad
         if grad is None:
             return None
@@ -333,6 +339,7 @@ class GradientStore:
         return total
 
     def _new(self, parameter: nn.Parameter) -> Tensor:
+        """Make an uninitialised accumulator for a parameter."""
         dtype = parameter.dtype
         if dtype in _FULL_PRECISION and type(parameter) is nn.Parameter:
             # The quickest way, of which a small parameter notices a few microseconds.
@@ -361,7 +368,7 @@ class GradientStore:
             parameter.grad_sample = [*earlier, grad_BP]  # type: ignore[attr-defined]
 
     def take_samples(self, parameter: nn.Parameter) -> list[Tensor]:
-        """Return the per-sample gradients of each backward since the last call, and drop them."""
+        """Return a parameter's per-sample gradients of each backward since the last call, and drop them."""
         if self.samples_apart:
             return self._samples.pop(parameter, [])
         samples = getattr(parameter, "grad_sample", None)
@@ -381,18 +388,19 @@ class GradientStore:
         self._hide_samples(list(self._sampled))
 
     def _hide_samples(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Set ``p.grad_sample`` of parameters to None."""
         for parameter in parameters:
             self._sampled.discard(parameter)
             if getattr(parameter, "grad_sample", None) is not None:
                 parameter.grad_sample = None  # type: ignore[attr-defined]
 
     def let_go(self) -> None:
-        """Drop sums of 16-bit parameters, which are held beside ``p.grad``, where the caller has set that to None."""
+        """Drop float32 sums of 16-bit parameters whose ``p.grad`` the caller has set to None."""
         if self._sums and not self.owned:
             self._sums = {parameter: total for parameter, total in self._sums.items() if parameter.grad is not None}
 
     def finish(self) -> None:
-        """Note that a backward is complete: sums of 16-bit parameters that nobody owns are shown in ``p.grad``."""
+        """Complete a backward: deliver, and round sums of 16-bit parameters into ``p.grad`` if nobody owns them."""
         self.has_sum = True
         self._in_progress.clear()
         if self._delivery is not None:
@@ -435,6 +443,7 @@ class GradientStore:
         return [parameter for parameter in parameters if id(parameter) not in with_sum]
 
     def _check(self, parameter: nn.Parameter) -> None:
+        """Refuse a ``p.grad`` that was exchanged or changed since the backward."""
         total, grad = self._sums.get(parameter), parameter.grad
         if total is None or grad is None:
             return
@@ -448,7 +457,7 @@ class GradientStore:
             )
 
     def hand_over(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        """Return the accumulators, None where nothing contributed, to an owner for its release, and drop them."""
+        """Return the accumulators for a release, None where nothing contributed, and drop them."""
         by_id = {id(parameter): total for parameter, total in self._sums.items()}
         sums = [by_id.get(id(parameter)) for parameter in parameters]
         for snapshot in self._kept:
@@ -457,7 +466,7 @@ class GradientStore:
         return sums
 
     def release_samples(self) -> None:
-        """Take ``grad_sample`` off the parameters."""
+        """Delete ``grad_sample`` from the parameters."""
         for parameter in self._parameters.values():
             if hasattr(parameter, "grad_sample"):
                 del parameter.grad_sample
@@ -482,7 +491,7 @@ class GradientStore:
         return restore, lambda: self._kept.remove(before)
 
     def reset(self) -> None:
-        """Forget all sums; of an owner, its release in ``p.grad`` and ``p.grad_sample`` stay until it drops them."""
+        """Drop all sums; what an owner has released into ``p.grad`` stays."""
         if not self.owned:
             for parameter in (*self._sums, *self._parameters.values()):
                 parameter.grad = None

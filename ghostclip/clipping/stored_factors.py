@@ -77,7 +77,7 @@ def tampered_message(name: str) -> str:
 
 
 class RepeatCheck:
-    """Lets several backwards through one forward repeat each other, and compares what they bring.
+    """Compares what the second backward through a forward brings with the first, whose norms it is clipped by.
 
     Cost:
         At most some hundred values of each sample for the factors that are compared; a hundredth of a small model's
@@ -90,17 +90,18 @@ class RepeatCheck:
     # the values' norm pass, u the distance from 1 to the next number of the coarsest dtype that the backward computes
     # in: what float32 adapters receive has come through layers of 16 bits.
     def __init__(self, loss: Tensor, node: Any, *, count: int) -> None:
+        """Begin with the first backward; `count` factors are expected, `node` made the loss."""
         self._node, self._count = node, count
         self._randomness = Randomness([loss], only_torch=True)
-        self._first: dict[int, list[Tensor]] = {}
-        self._names: list[str] = []
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._unlike: str | None = None
-        self._arrived = 0
+        self._first: dict[int, list[Tensor]] = {}  # values of the first backward, by number of the factor
+        self._names: list[str] = []  # parameter of each pair
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # values of both backwards
+        self._unlike: str | None = None  # a parameter for which shapes differ
+        self._arrived = 0  # factors of the backward that runs
         self._is_first = True
 
     def begin_again(self, *, anew: bool = False) -> None:
-        """Note that the next backward begins, which is compared with the first, or becomes the first with ``anew``."""
+        """Begin the next backward, compared with the first, or itself the first with ``anew``."""
         self._randomness.restore()
         self._arrived = 0
         self._is_first = anew
@@ -108,13 +109,13 @@ class RepeatCheck:
             self._first.clear()
 
     def note(self, name: str, factor: Factor) -> None:
-        """Note a factor as it arrived."""
+        """Store or compare a factor's values, if it is one of those compared."""
         number = self._compared(1)
         if number is not None:
             self._compare(number, name, [_some(tensor) for tensor in tensors_of(factor)])
 
     def note_use(self, use: ParamUse, grad: Tensor) -> None:
-        """Note a use of parameters whose factors follow from its gradient and what it saved, by a rule alone."""
+        """Store or compare a use's gradient and saved tensors, from which its factors follow."""
         number = self._compared(len(use.site.consumed))
         if number is None:
             return
@@ -131,6 +132,7 @@ class RepeatCheck:
         return number
 
     def _compare(self, number: int, name: str, values: list[Tensor]) -> None:
+        """Store values in the first backward; in the second, pair them with the first one's."""
         if self._is_first:
             self._first[number] = [value.clone() for value in values]
             return
@@ -144,7 +146,7 @@ class RepeatCheck:
                 self._names.append(name)
 
     def require(self) -> "Verdict | None":
-        """Refuse a backward that brought other gradients than the first."""
+        """Refuse a second backward that differs; if the answer is still on the device, return it as a `Verdict`."""
         # Where reading the answer would wait for a device, it is returned, to be read with the next value that is read:
         # until then the sums must become nothing where it is yes.
         verdict = None
@@ -161,13 +163,13 @@ class RepeatCheck:
 
 
 class Verdict(NamedTuple):
-    """Whether a second backward brought other gradients than the first."""
+    """Answer, on the device, whether a second backward brought other gradients than the first."""
 
     differs_K: Tensor  # by what was compared
     names: list[str]
 
     def require(self) -> None:
-        """Refuse if it did; the device is waited for."""
+        """Wait for the answer and refuse if it is yes."""
         differs = self.differs_K.tolist()
         if any(differs):
             raise TamperedGradientError(_unlike(self.names[differs.index(True)]))
@@ -197,7 +199,7 @@ def _coarsest(node: Any) -> float:
 
 
 def _verdict(pairs: Sequence[tuple[Tensor, Tensor]], names: Sequence[str], unit: float) -> Verdict:
-    """Compare pairs of values, those of one dtype and device at once."""
+    """Return whether the values of each pair differ, compared in one operation per dtype and device."""
     alike: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for number, (was, _) in enumerate(pairs):
         alike[was.dtype, was.device].append(number)

@@ -37,10 +37,10 @@ from ghostclip.planning.plan import Cut, Planner
 
 
 class ClippingState:
-    """State that the strategies of one clipper share: begins and ends what each of them adds to the sums."""
+    """What all strategies of a clipper share: how a backward's sums are begun, completed or dropped."""
 
     generation = 0  # how often the sums were reset
-    _doubt: Verdict | None = None
+    _doubt: Verdict | None = None  # whether the last two backwards agreed, still to be read from the device
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ClippingState:
         capture.before_forward = self.store.let_go
 
     def listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
-        """Run a backward that a listener receives, and return what ``run`` returns."""
+        """Run a backward whose output gradients a pass receives, and return what ``run`` returns."""
         with self.capture.listening(listener), self.capture.substituted():
             return run()
 
@@ -102,7 +102,7 @@ class ClippingState:
             raise
 
     def close(self, listener: Pass, *, rows: int | None = None) -> None:
-        """Note that the sums of a backward are complete, and release what it needed."""
+        """Complete a backward: consume its forwards, record its samples, and deliver its sums."""
         # `rows`: number of samples where rows were left empty; what lies in these is not noted.
         listener.streams.part()
         noted = [forward.noted for forward in listener.forwards if forward.noted is not None]
@@ -121,11 +121,12 @@ class ClippingState:
         self.capture.free_gathered()
 
     def _sums(self) -> dict[str, Tensor | None]:
+        """Return the clipped sums by parameter name."""
         parameters = self.capture.substitution.parameters
         return {name: self.store.summed_gradient(p) for name, p in parameters.items() if p.requires_grad}
 
     def adopt(self, sums: Mapping[str, Tensor], rows: int, noted: list[Any]) -> None:
-        """Add the sums of a batch that were formed elsewhere, by parameter name."""
+        """Add the sums of a batch that a compiled graph has formed, by parameter name."""
         if not self.capture.substitution.parameters:
             # No forward was run here.
             named = self.model.named_parameters()
@@ -139,12 +140,13 @@ class ClippingState:
         self._end(rows, noted)
 
     def _end(self, rows: int, noted: list[Any]) -> None:
+        """Record the samples of a completed backward, and finish its sums."""
         notes = self.capture.note_inputs
         self.decisions.close(rows, None if notes is None or not noted else notes.join(noted))
         self.store.finish()
 
     def discard(self) -> None:
-        """Forget sums that nobody has released: forwards whose graph was retained may go backward again."""
+        """Drop sums that were not released; forwards with a retained graph may have another backward."""
         for forward in [forward for forward in self._consumed if forward.retained]:
             backward_entry.wait_again(self.capture, forward)
         self.reset()
@@ -159,7 +161,7 @@ class ClippingState:
     # -- whether a second backward repeated the first ---------------------------------------------------------------
 
     def require(self, repeats: RepeatCheck) -> None:
-        """Drop the sums of a second backward that brought other gradients; where asking waits, it is asked later."""
+        """Refuse or drop a second backward that differs from the first; an answer on the device is read later."""
         self._doubt = repeats.require()
         if self._doubt is not None and self.sharded is not None:
             # Other ranks hold a part of these sums, and wait for no later answer.
@@ -168,12 +170,12 @@ class ClippingState:
             self.store.drop_if(self._doubt.differs_K.any())
 
     def take_doubt(self) -> Verdict | None:
-        """Return whether the step before repeated itself, where that is still open, for the caller to read."""
+        """Return the open answer whether the last two backwards agreed, for the caller to read; None if none is."""
         doubt, self._doubt = self._doubt, None
         return doubt
 
     def settle_doubt(self) -> None:
-        """Read whether the step before repeated itself, where that is still open."""
+        """Wait for the open answer whether the last two backwards agreed, and refuse if they did not."""
         doubt = self.take_doubt()
         if doubt is not None:
             doubt.require()
@@ -218,7 +220,7 @@ def check_budget(memory_budget: float, strategy: str, *, sharded: Sharded | None
 
 
 class PendingBackward(NamedTuple):
-    """One backward without clipped sums yet: its listener with the factors, its norms, and its forward."""
+    """A backward whose clipped sums wait: its factors, its norms and its forward."""
 
     listener: BookKeeping
     total: GroupNorms
@@ -226,7 +228,7 @@ class PendingBackward(NamedTuple):
 
 
 class OnePass:
-    """Runs the strategies "bookkeeping" and "hooks"."""
+    """Strategies of one backward: "bookkeeping" and "hooks"."""
 
     loss_elsewhere = False  # whether backwards begin at outputs, as the loss is computed in another part of the model
     _held: list[PendingBackward] | None = None
@@ -241,7 +243,7 @@ class OnePass:
         return self._held is not None
 
     def begin(self, strategy: str, loss: Tensor | None) -> BookKeeping:
-        """Return a new listener to a backward that starts at a loss, None if that is not known."""
+        """Return a new pass for a backward from a loss, None if that is not known."""
         state = self._state
         state.settle_doubt()
         if strategy == "hooks":
@@ -261,7 +263,7 @@ class OnePass:
         self.complete(listener, per_sample=per_sample)
 
     def complete(self, listener: BookKeeping, *, per_sample: bool) -> None:
-        """Add the clipped sums of a backward that has ended."""
+        """Compute norms and add the clipped sums of a backward that has ended, or hold it."""
         state = self._state
         listener.streams.join()
         with torch.no_grad(), full_precision():
@@ -274,6 +276,7 @@ class OnePass:
             self._held.append(pending)
 
     def _add_sums(self, pending: PendingBackward, total: GroupNorms, scale: float, rows: int | None = None) -> None:
+        """Compute the weights from norms and add the stored factors' clipped sums."""
         state, listener = self._state, pending.listener
         weights = state.decisions.weights(total, pending.forward, scale, listener.ill_conditioned_B, rows=rows)
         state.all_or_nothing(lambda: listener.add_sums(state.store, weights, scale))
@@ -300,7 +303,7 @@ class OnePass:
 
 
 class TwoPasses:
-    """Runs the strategies "ghost" and "fast"."""
+    """Strategies of two backwards, norms first: "ghost", and "fast", which forms per-sample gradients for them."""
 
     # A backward for norms is run again where a parameter turned out to be used several times, which only its later uses
     # show, and once more, for a few samples in float64, where rounding may have changed their norms.
@@ -309,7 +312,7 @@ class TwoPasses:
         self._several: set[str] = set()
 
     def run(self, loss: Tensor, *, scale: float, instantiate: bool) -> None:
-        """Add the clipped sums of a batch from a scalar loss."""
+        """Add a batch's clipped sums by two backwards from a scalar loss; `instantiate` for the strategy "fast"."""
         # ``instantiate`` forms per-sample gradients for the norms.
         state = self._state
         repeats = RepeatCheck(loss, loss.grad_fn, count=sum(state.capture.forward.use_counts.values()))
@@ -334,7 +337,7 @@ class TwoPasses:
     def _measure(
         self, loss: Tensor, repeats: RepeatCheck, *, instantiate: bool
     ) -> tuple[NormPass, GroupNorms, bool, Tensor | None]:
-        """Run backwards until the norms of all samples are certain."""
+        """Run the first backward, again where needed, until all norms are certain."""
         # Returns the last pass, the norms, whether it met all uses, and the samples that were measured in float64.
         state = self._state
         group_of = state.groups()
@@ -381,7 +384,7 @@ class TwoPasses:
         return any(value % 2 for value in answers)
 
     def _imprecise_B(self, total: GroupNorms) -> Tensor | None:
-        """Read which norms must be computed in float64, and whether the step before repeated itself, with one wait."""
+        """Return which norms need float64, None without any, with one wait for the device for all answers."""
         doubt = self._state.take_doubt()
         imprecise_B = total.imprecise_B(None if doubt is None else doubt.differs_K.any())
         if doubt is not None and not total.finite:
@@ -404,7 +407,7 @@ class PartialBookKeeping(BookKeeping):
         self.measured_again: Callable[[Tensor], GroupNorms] | None = None
 
     def go_behind(self, repeats: RepeatCheck, measured_again: Callable[[Tensor], GroupNorms]) -> None:
-        """Note that the next backward is that of the part which gets another one."""
+        """Begin the backward of the part behind the cut, which gets another one later."""
         # `measured_again` runs it once more for the norms of a few samples, in float64.
         self.final = False
         self.repeats, self.measured_again = repeats, measured_again
@@ -428,7 +431,7 @@ class PartialBookKeeping(BookKeeping):
 
 
 class Parts:
-    """The backwards of one batch: one for the part before a cut, two for the part behind it."""
+    """Backwards of one batch interrupted at a cut: one for the part before it, two for the part behind."""
 
     repeats: RepeatCheck
 
@@ -464,13 +467,16 @@ class Parts:
             return listener.norms()
 
     def _before(self) -> None:
+        """Run the backward from the loss to the cut."""
         self._grad, *_ = torch.autograd.grad([self._loss], [self._cut.edge, *self._cut.ends])
 
     def _behind(self) -> None:
+        """Run the backward from the cut on."""
         assert self._grad is not None
         self._state.capture.run_backward([self._cut.edge], [self._grad])
 
     def _again(self, listener: PartialBookKeeping, index_D: Tensor) -> GroupNorms:
+        """Run the backward from the cut again for a few samples' norms in float64."""
         self.repeats.begin_again()
         norms = NormPass(listener.total.group_of, shared=set(), repeats=self.repeats, index_D=index_D)
         norms.only = self._cut.names

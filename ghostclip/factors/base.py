@@ -247,7 +247,7 @@ def terms_side_by_side(found: Sequence[Terms], device: torch.device) -> Terms | 
 
 
 def end_to_end(parts: Sequence[SquaredNorm]) -> SquaredNorm:
-    """Return the squared norms of all samples from those of a few at a time, all formed in one way.
+    """Return the squared norms of all samples from those of consecutive pieces of the batch.
 
     Args:
         parts: One at least.
@@ -273,10 +273,11 @@ def end_to_end(parts: Sequence[SquaredNorm]) -> SquaredNorm:
 class Dense(Factor):
     """The gradient of sample b is ``grad_BP[b]`` itself."""
 
-    _later: PositionSum | None = None
-    _norms: list[Tensor] | None = None
+    _later: PositionSum | None = None  # what forms the gradients when they are read
+    _norms: list[Tensor] | None = None  # block norms that `measured` computed, until they are read
 
     def __init__(self, grad_BP: Tensor | PositionSum) -> None:
+        """Hold gradients ``(B, *P)``, or a `PositionSum` that forms them when they are read."""
         if isinstance(grad_BP, PositionSum):
             # `PositionSum` forms the gradients when they are read.
             self._later = grad_BP
@@ -334,6 +335,7 @@ class Dense(Factor):
         return self.batch_size * self.shape.numel()
 
     def _flat_BP(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the gradients as a matrix ``(B, P)``, in a dtype."""
         flat_BP = self.grad_BP if self.grad_BP.dim() == 2 else self.grad_BP.reshape(self.batch_size, -1)
         return flat_BP if dtype is None or flat_BP.dtype == dtype else flat_BP.to(dtype)
 
@@ -345,6 +347,7 @@ class Diagonal(Factor):
     # (`cls_token.expand(B, -1, -1)`, an embedding of one label per sample): sample b's gradient is zero outside entry b
     # of `axis`.
     def __init__(self, grad_BR: Tensor, *, axis: int) -> None:
+        """Hold ``(B, *rest)``: sample b's gradient in entry b of `axis`."""
         self.grad_BR = to_accumulation(grad_BR)
         self.axis = axis
         self.batch_size = grad_BR.shape[0]

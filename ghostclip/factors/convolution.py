@@ -51,7 +51,7 @@ from ghostclip.kernels.products import full_convolutions
 
 @dataclass(frozen=True)
 class Geometry:
-    """Geometry of the windows of one convolution, kernel ``(S·O, C, *kernel)``."""
+    """Shape and settings of one convolution: S groups, O outputs and C inputs of each, ``(S·O, C, *kernel)``."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -87,6 +87,7 @@ class Geometry:
         return x.permute(*range(lead), *range(lead + dims, lead + 2 * dims), *range(lead, lead + dims))
 
     def _padded(self, x: Tensor) -> Tensor:
+        """Return the input with the convolution's zero padding."""
         amounts = [n for pair in reversed(self.padding) for n in pair]
         return functional.pad(x, amounts) if any(amounts) else x
 
@@ -138,6 +139,7 @@ class Geometry:
         return self._kernel_gradient(x, g_BKO.flatten(0, 1), x.new_empty(self.shape), pads, self.groups)
 
     def _kernel_gradient(self, x: Tensor, g: Tensor, kernel: Tensor, pads: list[int], groups: int) -> Tensor:
+        """Return the gradient of a kernel by torch's own backward of a convolution."""
         settings = (self.stride, pads, self.dilation, False, [0] * len(pads), groups)
         with full_convolutions():
             gradients: Any = torch.ops.aten.convolution_backward(g, x, kernel, None, *settings, [False, True, False])
@@ -167,6 +169,7 @@ class Geometry:
         return gram.reshape(-1, rows * prod(positions), rows * prod(positions))
 
     def _along(self, gram: Tensor, dim: int, count: int) -> Tensor:
+        """Return a Gram of windows along one more axis of space from a Gram of pixels there."""
         axes = (2 + dim, 3 + dim + len(self.kernel))
         size, pad = gram.shape[axes[0]], self.padding[dim][0]
         shape = list(gram.shape)
@@ -206,6 +209,7 @@ class KernelGradients:
     """Per-sample gradients of a convolution's kernel, in the layout that is cheapest for its sizes."""
 
     def __init__(self, x_BKC: Tensor, g_BKO: Tensor, geometry: Geometry) -> None:
+        """Choose how gradients are formed: pointwise, by a grouped convolution, or from unfolded windows."""
         self._x_BKC, self._g_BKO, self._geometry = x_BKC, g_BKO, geometry
         self._layout: _Layout = unfolded
         # Not bound to itself: the tensors go with the last name for them, not when cycles are collected.
@@ -258,12 +262,14 @@ class KernelGradients:
         return grads_BP.view(-1, shape[0], *shape[2:], shape[1]).movedim(-1, 2)
 
     def _chunk(self, needed: int) -> int:
+        """Return how many samples are formed at a time, if each needs so many elements."""
         at_once = CHUNK_ELEMENTS if self._x_BKC.device.type == "cpu" else CHUNK_ELEMENTS_ON_GPU
         samples, chunk = self._x_BKC.shape[0], max(1, at_once // max(1, needed))
         # As many samples in every chunk: a last one of a few costs as many operations as the others.
         return -(-samples // -(-samples // chunk)) if samples else chunk
 
     def _suits_groups(self) -> bool:
+        """Return whether one grouped convolution is the cheapest form: float32 on a CPU, many positions."""
         x_BKC, g_BKO, shape = self._x_BKC, self._g_BKO, self._geometry.shape
         narrow, outputs = shape[1], shape[0] // self._geometry.groups
         many = g_BKO.shape[1] * prod(g_BKO.shape[3:]) >= GROUPED_POSITIONS or outputs * narrow == 1
@@ -272,9 +278,11 @@ class KernelGradients:
         return bool(many and wide and ours)
 
     def _pointwise(self, piece: slice, out_BP: Tensor | None) -> Tensor:
+        """Form the gradients of some samples for a kernel of one pixel."""
         return self._product(piece, self._geometry.by_group(self._x_BKC[piece]).mT, out_BP)
 
     def _by_windows(self, piece: slice, out_BP: Tensor | None) -> Tensor:
+        """Form the gradients of some samples from their unfolded windows."""
         positions, inputs = self._g_BKO.shape[3:], prod(self._geometry.shape[1:])
         views = self._views
         views = self._layout(self._geometry, self._x_BKC[piece], positions) if views is None else views[piece]
@@ -283,6 +291,7 @@ class KernelGradients:
         return self._product(piece, windows_NTI, out_BP)
 
     def _product(self, piece: slice, windows_NTI: Tensor, out_BP: Tensor | None) -> Tensor:
+        """Return output gradients times windows, for some samples; written to ``out_BP`` if given."""
         g_NOT = self._geometry.by_group(self._g_BKO[piece])
         if out_BP is None:
             return products.pair_by_pair(g_NOT, windows_NTI)
@@ -291,6 +300,7 @@ class KernelGradients:
         return products.pair_by_pair(g_NOT, windows_NTI, out_BP.view(len(g_NOT), g_NOT.shape[1], -1))
 
     def _grouped(self, piece: slice, out_BP: Tensor | None) -> Tensor:
+        """Form the gradients of some samples by a convolution with a group for each."""
         x_BKC = self._x_BKC[piece]
         grads = self._geometry.grouped(x_BKC, self._g_BKO[piece]).view(x_BKC.shape[0], -1)
         return grads if out_BP is None else out_BP.copy_(grads)
@@ -414,6 +424,7 @@ class Windows(Outer):
         return form, costs[form]
 
     def _costs(self) -> dict[str, int]:
+        """Return the FLOPs of one norm by each form that is possible."""
         positions, inputs, outputs = self.sizes
         costs = {INSTANTIATE: 2 * positions * inputs * outputs}
         costs[_WINDOWS] = planner.gram_flops(positions, inputs, outputs)
@@ -452,6 +463,7 @@ class Windows(Outer):
         return self._summed(finished_one(self._pixel_sums()))
 
     def _pixel_sums(self) -> Unfinished | Reduced:
+        """Return the sums of norms from Grams of pixels, formed a few samples at a time."""
         entries = max(self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:]), self.sizes[0]) ** 2
         chunk = planner.chunk_of_samples(2 * self.slots * entries, self.x_BKC.device)
         return samples_joined([part._by_pixels() for part in self._in_parts(chunk)])
@@ -475,10 +487,12 @@ class Windows(Outer):
         return norms[0] if len(norms) == 1 else end_to_end(norms)
 
     def _at_once(self) -> int:
+        """Return how many samples' windows fit the workspace."""
         positions, inputs, _ = self.sizes
         return planner.chunk_of_samples(self.slots * positions * inputs, self.x_BKC.device)
 
     def _by_windows(self) -> Outer:
+        """Return the factor over unfolded windows, their entries in the order that is quickest to copy."""
         # A norm does not depend on the order of a window's entries, and this one is the quickest to copy.
         windows = unfolded_channels_last(self.geometry, self.x_BKC, self.g_BKO.shape[3:])
         positions, inputs, _ = self.sizes
@@ -486,7 +500,7 @@ class Windows(Outer):
         return Outer(a_NTI, self.g_NTO, shape=self.shape, slots=self.slots)
 
     def instantiated_sqnorm(self) -> SquaredNorm:
-        """Return squared norms of the gradients, formed a few samples at a time, with the error of two formings."""
+        """Return squared norms of gradients formed a few samples at a time, with a bound for norm and sum."""
         if self.sizes[0] <= 1 or self.x_BKC.numel() == 0:
             return no_error(self._formed_squares())
         if self.slots == 1:
@@ -507,10 +521,12 @@ class Windows(Outer):
         return self.slots > 1 or self.sizes[0] <= 1 or self.x_BKC.numel() == 0 or self.g_BKO.numel() == 0
 
     def _formed_sums(self) -> Unfinished:
+        """Return the squared norms of formed gradients, with what bounds their rounding."""
         unfinished = Unfinished(self._formed_squares(), *self._position_norms(), self.sizes[1:])
         return unfinished._replace(by_units=self._by_units())
 
     def _formed_squares(self) -> Tensor:
+        """Return the squared norms of gradients that are formed in pieces and dropped."""
         squares = [square_sums(grads) for _, grads in KernelGradients(*self._operands(), self.geometry).pieces()]
         return torch.cat(squares) if squares else to_accumulation(self.x_BKC.new_zeros(0))
 
@@ -546,6 +562,7 @@ class Windows(Outer):
         return a_BSKT.reshape(groups, -1).sqrt(), g_BSKT.reshape(groups, -1).sqrt()
 
     def _by_units(self) -> bool:
+        """Return whether matrix units form the products."""
         return products.takes(self.x_BKC, self.g_BKO)
 
     def _weighting(self) -> int:
@@ -618,6 +635,7 @@ class Windows(Outer):
         return True
 
     def _weighted(self, coef_B: Tensor, out: Tensor) -> Tensor:
+        """Return the clipped sum as torch's own backward forms it, of weighted samples."""
         return self.geometry.weighted(self.x_BKC.to(out.dtype), self.g_BKO.to(out.dtype), coef_B).view(out.shape)
 
     def masked(self, keep_B: Tensor) -> "Windows":

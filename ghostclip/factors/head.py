@@ -43,11 +43,11 @@ REMEDY: Final = (
 
 
 class _Rows(NamedTuple):
-    """A few rows of every sample's gradient, and the sums of their terms' norms."""
+    """Rows of every sample's gradient at given token ids, with the sums of their terms' norms."""
 
-    ids_BU: Tensor
-    row_BUI: Tensor
-    mass_BU: Tensor
+    ids_BU: Tensor  # U token ids of each sample
+    row_BUI: Tensor  # the gradient's rows at these ids
+    mass_BU: Tensor  # sums of the norms of each row's terms
 
 
 @dataclass(eq=False)
@@ -57,8 +57,8 @@ class Shared:
     wants_input: bool
     wants_bias: bool
     norms: Bounded | None = None
-    input_BTI: Tensor | None = None
-    bias_BV: Tensor | None = None
+    input_BTI: Tensor | None = None  # gradient of the hidden states
+    bias_BV: Tensor | None = None  # per-sample gradients of the bias
     # rows of the weight that the same forward looked up, whose gradients its norms will ask for
     met: list[Tensor] = field(default_factory=list)
     rows: list[_Rows] = field(default_factory=list)
@@ -77,8 +77,8 @@ class _Chunk(NamedTuple):
     """Samples of one chunk of tiles, and which of them are selected."""
 
     samples: slice
-    inside: Tensor | None
-    places: slice | Tensor
+    inside: Tensor | None  # numbers of the selected ones in the chunk; None for all
+    places: slice | Tensor  # their places among the selected samples
 
 
 class Head(Factor):
@@ -89,6 +89,7 @@ class Head(Factor):
     def __init__(
         self, tokens: Tokens, table: Table, shared: Shared, *, index_D: Tensor | None = None, double: bool = False
     ) -> None:
+        """Hold tokens, weight table and shared state; `index_D` selects samples, `double` measures in float64."""
         # index_D: selected samples, None for all; tiles are formed of the whole batch in any case. `double`: norms and
         # sums are formed in float64, of the same tiles.
         self.x_BTI, self.label_BT, self.lse_BT, self.grad_BT = tokens
@@ -110,7 +111,7 @@ class Head(Factor):
         return self.x_BTI.shape[1], self.shape[1], self.shape[0]
 
     def expect(self, met: Sequence[Tensor]) -> None:
-        """Form the rows with ids ``met`` beside the norms, as long as tiles are formed for these."""
+        """Form the rows at these ids along with the norms: an embedding tied to the head will need them."""
         # They will be asked for.
         expected: list[Tensor] = self._shared.met
         for ids_BU in met:
@@ -129,13 +130,16 @@ class Head(Factor):
 
     @property
     def _plan(self) -> Tiling:
+        """How the logits are divided into tiles: samples and vocabulary columns at a time."""
         samples, positions = self.label_BT.shape
         return tiling(samples, positions, self.shape[0])
 
     def _versions(self) -> list[int]:
+        """Return the versions of weight and bias, which count changes in place."""
         return _torch.versions([part for part in self.table[:2] if isinstance(part, Tensor)])
 
     def _chunks(self) -> Iterator[_Chunk]:
+        """Yield the batch a few samples at a time, with the selected ones among them."""
         at_once = self._plan.samples
         for start in range(0, len(self.x_BTI), at_once):
             samples = slice(start, start + at_once)
@@ -162,7 +166,7 @@ class Head(Factor):
         return (x_CTI if chunk.inside is None else x_CTI[chunk.inside]).to(self.dtype)
 
     def _sweep(self, *, norms: bool = False, into: _Sum | None = None) -> Bounded | None:
-        """Form all tiles once, for all that is wanted and not known yet; return squared norms where they are wanted."""
+        """Form every tile of logit gradients once, for all that is wanted and unknown; return norms if asked for."""
         shared, whole = self._shared, self.index_D is None and not self.double
         input_BTI = torch.empty_like(self.x_BTI) if whole and shared.wants_input and shared.input_BTI is None else None
         bias_BV = None
@@ -192,6 +196,7 @@ class Head(Factor):
         return self._in_order(chunk_norms) if norms else None
 
     def _in_order(self, chunks: Sequence[tuple[_Chunk, Norms]]) -> Bounded:
+        """Return the norms of chunks in the order of the selected samples."""
         if self.index_D is None and chunks:
             return Bounded(*(torch.cat(parts) for parts in zip(*(norms.result() for _, norms in chunks), strict=True)))
         total = Bounded(*(self.x_BTI.new_zeros(4, self.batch_size, dtype=self.dtype).unbind()))
@@ -223,6 +228,7 @@ class Head(Factor):
         return self.sqnorm().terms
 
     def _terms(self, bounded: Bounded) -> Terms | None:
+        """Return the masses of the positions' terms; None for one position."""
         return None if self.x_BTI.shape[1] <= 1 else Terms(bounded.mass_N, bounded.scale_N, self.x_BTI.shape[1])
 
     def input_gradient(self) -> Tensor:
@@ -265,6 +271,7 @@ class Head(Factor):
         return row_BUI, mass_BU
 
     def _no_rows(self, ids_BU: Tensor) -> _Rows:
+        """Return zeros for the rows of every sample's gradient at these ids."""
         row_BUI = self.x_BTI.new_zeros(*ids_BU.shape, self.shape[1], dtype=self.dtype)
         return _Rows(ids_BU, row_BUI, row_BUI.new_zeros(ids_BU.shape))
 
@@ -290,6 +297,7 @@ class Head(Factor):
         self._sweep(into=_Sum(coef_B, out))
 
     def masked(self, keep_B: Tensor) -> Head:
+        """Return the factor with samples dropped, whose tiles are formed anew."""
         if self.index_D is not None:
             keep_B = torch.ones(len(self.x_BTI), dtype=torch.bool, device=keep_B.device).index_copy(
                 0, self.index_D.to(keep_B.device), keep_B
@@ -339,6 +347,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _require_memory(weight: Tensor) -> None:
+    """Refuse a weight whose memory was freed since the gradient arrived."""
     if weight.numel() and not weight.untyped_storage().size():
         raise UnsupportedModelError(
             "a vocabulary head without logits: its weight exists only while its module runs (sharded parameters), and "

@@ -42,6 +42,7 @@ def inner(first: Factor, second: Factor) -> InnerProducts:
 
 
 def _dots(first_BP: Tensor, second_BP: Tensor) -> InnerProducts:
+    """Return inner products of gradients ``(B, P)``."""
     return _added(first_BP * second_BP)
 
 
@@ -53,6 +54,7 @@ def _added(products_BP: Tensor) -> InnerProducts:
 
 
 def _sum(parts: Sequence[InnerProducts]) -> InnerProducts:
+    """Return the sum of inner products over parts."""
     return InnerProducts(*(sum_tensors(list(part)) for part in zip(*parts, strict=True)))
 
 
@@ -63,12 +65,14 @@ def _same_form(first: Factor, second: Factor) -> bool:
 
 
 def _form(factor: Factor) -> tuple[int, int, int] | None:
+    """Return the (slots, rows, columns) that a factor sees the parameter as; None for other factors."""
     if isinstance(factor, Outer):
         return factor.slots, factor.sizes[2], factor.sizes[1]
     return (1, *factor.matrix) if isinstance(factor, Rows) else None
 
 
 def _moved_moved(first: AtIndex | Permuted, second: AtIndex | Permuted) -> InnerProducts:
+    """Inner products of two slices, or two permutations, of the parameter."""
     moves = [factor.index if isinstance(factor, AtIndex) else factor.order for factor in (first, second)]
     if moves[0] == moves[1]:
         return inner(first.inner, second.inner)
@@ -76,6 +80,7 @@ def _moved_moved(first: AtIndex | Permuted, second: AtIndex | Permuted) -> Inner
 
 
 def _stacked_stacked(first: Stacked, second: Stacked) -> InnerProducts:
+    """Inner products of two stacks: those of the slices that both have."""
     common = [number for number in first.parts if number in second.parts]
     if not common:
         zero_B = torch.zeros_like(first.sqnorm().value_B)
@@ -84,6 +89,7 @@ def _stacked_stacked(first: Stacked, second: Stacked) -> InnerProducts:
 
 
 def _outer_outer(first: Outer, second: Outer) -> InnerProducts:
+    """Inner products of two sums of outer products, by Gram blocks or by formed gradients, whichever is cheaper."""
     positions, inputs, outputs = first.sizes
     other = second.sizes[0]
     if positions * other * (inputs + outputs) > (positions + other) * inputs * outputs:
@@ -127,6 +133,7 @@ def _head_rows(head: Head, rows: Rows) -> InnerProducts:
 
 
 def _rows_rows(first: Rows, second: Rows) -> InnerProducts:
+    """Inner products of two look-ups of one table: those of the rows that both have."""
     pairs_1, sums_1 = first.segments()
     pairs_2, sums_2 = second.segments()
     index = torch.searchsorted(pairs_2, pairs_1).clamp(max=max(pairs_2.numel() - 1, 0))
@@ -141,6 +148,7 @@ def _rows_rows(first: Rows, second: Rows) -> InnerProducts:
 
 
 def _dense_rows(dense: Dense, rows: Rows) -> InnerProducts:
+    """Inner products of formed gradients with rows of a table."""
     index = rows.ids_BT.unsqueeze(-1).expand(-1, -1, rows.matrix[1])
     picked_BTI = dense.grad_BP.reshape(dense.batch_size, *rows.matrix).gather(1, index)
     return _added((picked_BTI * to_accumulation(rows.g_BTI)).flatten(1))
@@ -171,6 +179,7 @@ def joined(factors: Sequence[Factor]) -> list[Factor]:
 
 
 def _joinable(factor: Factor) -> Any:
+    """Return a key that is equal for factors which can be concatenated."""
     if isinstance(factor, Windows):
         sides = (factor.x_BKC, factor.g_BKO)
         return Windows, factor.shape, factor.geometry, *((side.shape[2:], side.dtype) for side in sides)
@@ -184,6 +193,7 @@ def _joinable(factor: Factor) -> Any:
 
 
 def _as_one(group: list[Factor]) -> Sequence[Factor]:
+    """Return factors of one key concatenated along positions, or as they are if too few."""
     first = group[0]
     if isinstance(first, Permuted):
         inner = [factor.inner for factor in group if isinstance(factor, Permuted)]

@@ -82,9 +82,11 @@ class Outer(Factor):
         return SYMMETRIC_GRAM, planner.gram_flops(positions, inputs, outputs, **self._formed_by())
 
     def _prefers_gram(self) -> bool:
+        """Return whether a Gram matrix gives the norm cheaper than the formed gradient."""
         return planner.prefers_gram(*self.sizes, **self._formed_by())
 
     def _formed_by(self) -> dict[str, bool]:
+        """Return what forms the products, as keywords for the planner."""
         return planner.formed_by(self.a_NTI, self.g_NTO)
 
     def sqnorm(self) -> SquaredNorm:
@@ -107,6 +109,7 @@ class Outer(Factor):
         return [norm_NK.reshape(self.batch_size, -1) for norm_NK in product_norms([self._product()])]
 
     def _product(self) -> Product:
+        """Return the two norms whose product is the norm, for one position."""
         # One position meets no other: nothing cancels.
         return Product(block_norms(to_accumulation(self.a_NTI.flatten(1))), position_norms(self.g_NTO), self.sizes[1:])
 
@@ -168,6 +171,7 @@ class Outer(Factor):
         return products.takes(self.a_NTI, self.a_NTI) or products.takes(self.g_NTO, self.g_NTO)
 
     def _terms(self, mass_N: Tensor, scale_N: Tensor) -> Terms:
+        """Return the masses of the positions' terms, by sample."""
         mass_B = mass_N if self.slots == 1 else torch.linalg.vector_norm(mass_N.view(-1, self.slots), dim=1)
         rounds = self._weighting()
         if rounds > 1:
@@ -243,4 +247,5 @@ class Outer(Factor):
         return self.a_NTI.numel() + self.g_NTO.numel()
 
     def _per_sample(self, values_N: Tensor) -> Tensor:
+        """Return the sum over a sample's slots."""
         return values_N if self.slots == 1 else values_N.view(-1, self.slots).sum(1)

@@ -25,6 +25,7 @@ def contraction(subscripts: str, *tensors: Tensor) -> Tensor:
 
 @lru_cache(maxsize=512)
 def _expression(subscripts: str, shapes: tuple[tuple[int, ...], ...]) -> Any:
+    """Return a contraction along its cheapest path, cached by shapes."""
     return contract_expression(subscripts, *shapes)
 
 

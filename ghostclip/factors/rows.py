@@ -122,6 +122,7 @@ class Rows(Factor):
         return pairs_K, sums_KI
 
     def _padded_segments(self) -> tuple[Tensor, Tensor]:
+        """As `segments`, without waiting for a device: K is the number of positions."""
         g_NI = to_accumulation(self.g_BTI).reshape(-1, self.g_BTI.shape[-1])
         sorted_N, order_N = self.pairs().flatten().sort()
         place_N = torch.nn.functional.pad((sorted_N.diff() != 0).long(), (1, 0))[: len(sorted_N)].cumsum(0)
@@ -135,6 +136,7 @@ class Rows(Factor):
         return sample_B1 * self.matrix[0] + self.ids_BT
 
     def materialize(self) -> Tensor:
+        """Return the per-sample gradients as whole tables, ``(B, V, I)``."""
         g_BTI = to_accumulation(self.g_BTI)
         full = g_BTI.new_zeros(self.batch_size * self.matrix[0], g_BTI.shape[-1])
         add_rows_(full, self.pairs().flatten(), g_BTI.reshape(-1, g_BTI.shape[-1]))

@@ -74,6 +74,7 @@ class Permuted(_Moved):
         out.copy_(self._part(coef_B, out))
 
     def _part(self, coef_B: Tensor, out: Tensor) -> Tensor:
+        """Return the inner factor's clipped sum, permuted."""
         part = out.new_empty(self.inner.shape)
         self.inner.write_clipped_sum_(coef_B, part)
         return part.permute(self.order)
@@ -132,11 +133,13 @@ class AtIndex(_Moved):
 
 
 def _disjoint(mine: Any, theirs: Any, size: int) -> bool:
+    """Return whether two entries of indices pick no common place of an axis."""
     first, second = _span(mine, size), _span(theirs, size)
     return first[1] <= second[0] or second[1] <= first[0]
 
 
 def _span(entry: Any, size: int) -> tuple[int, int]:
+    """Return the (start, stop) that an entry of an index covers."""
     if isinstance(entry, int):
         start = entry % size
         return start, start + 1
@@ -168,6 +171,7 @@ class Stacked(_Reshaped):
         return self._joined([part.terms() for part in self.parts.values()])
 
     def _joined(self, parts: Sequence[Terms | None]) -> Terms | None:
+        """Return the terms of all parts together."""
         return terms_side_by_side([terms for terms in parts if terms is not None], self._zero_B.device)
 
     def materialize(self) -> Tensor:

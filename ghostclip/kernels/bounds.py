@@ -86,8 +86,8 @@ class Unfinished(NamedTuple):
     """Squared norms of sums of outer products, and the values from which `finished` works out errors and masses."""
 
     value_N: Tensor  # may be slightly negative
-    a_NT: Tensor
-    g_NT: Tensor
+    a_NT: Tensor  # norms of the layer's input, by position
+    g_NT: Tensor  # norms of the output gradient
     sizes: tuple[int, int]  # I and O
     # ``Σ_{s,t} |(a_s·a_t)(g_s·g_t)|``; None where gradients were formed instead of their Gram matrix
     absolute_N: Tensor | None = None
@@ -145,7 +145,7 @@ class Product(NamedTuple):
     """Norms of the two factors of one outer product per sample."""
 
     a_NK: list[Tensor]  # norms of blocks of the layer inputs
-    g_N1: Tensor
+    g_N1: Tensor  # norm of the output gradient
     sizes: tuple[int, int]  # I and O
 
 
@@ -174,6 +174,7 @@ def finished(norms: Sequence[Unfinished | Reduced]) -> Bounded:
 
 
 def _finished_reduced(reduced: Sequence[Reduced]) -> Bounded:
+    """Return squared norms with error bounds from the sums that a kernel left."""
     inputs, outputs = (max(one.sizes[side] for one in reduced) for side in (0, 1))
     sums_KLN = torch.stack([one.part_NPK for one in reduced]).sum(2).movedim(2, 0)
     value_LN, mass_LN, scale_LN, a_LN, g_LN, *rest = sums_KLN.float().unbind()
@@ -191,6 +192,7 @@ def _finished_reduced(reduced: Sequence[Reduced]) -> Bounded:
 
 
 def _finished_unfinished(unfinished: Sequence[Unfinished]) -> Bounded:
+    """Return squared norms with error bounds from the sums of the plain-PyTorch twin."""
     first = unfinished[0]
     inputs, outputs = (max(one.sizes[side] for one in unfinished) for side in (0, 1))
     norm_LKNT = torch.stack([x for one in unfinished for x in (one.a_NT, one.g_NT)]).unflatten(0, (-1, 2))
@@ -377,6 +379,7 @@ def root_of_squares(norms: Sequence[Tensor]) -> Tensor:
 
 
 def _side_by_side(norms: Sequence[Tensor]) -> Tensor:
+    """Return norms ``(N, K)`` concatenated along K."""
     return norms[0] if len(norms) == 1 else torch.cat(list(norms), 1)
 
 

@@ -76,5 +76,6 @@ def read_prints(prints: Sequence[Tensor]) -> list[list[int]]:
 
 @lru_cache(maxsize=16)
 def _weights_of_row(device: torch.device) -> Tensor:
+    """Return the odd 64-bit factors of a row's values, the same in every process."""
     drawn = np.random.default_rng(1).integers(0, 2**64, WIDTH, dtype=np.uint64) | np.uint64(1)
     return torch.from_numpy(drawn.view(np.int64)).to(device)

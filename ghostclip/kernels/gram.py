@@ -167,11 +167,13 @@ def gram_sums(
 
 
 def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int, summed: int = 0) -> Bounded | tuple[Bounded, Tensor]:
+    """Plain-PyTorch twin of the kernel: squared norms, and with `summed` one factor's sum over positions."""
     bounded = finished_one(_unfinished(a_NTI, g_NTO, workspace))
     return (bounded, PositionSum((a_NTI, g_NTO)[summed - 1]).value()) if summed else bounded
 
 
 def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished | Reduced:
+    """Return the sums of the twin, formed for as many samples at a time as the cache or workspace holds."""
     samples, positions, inputs = a_NTI.shape
     outputs = g_NTO.shape[2]
     at_once = max(1, samples)
@@ -190,7 +192,7 @@ def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished | Re
 
 
 def _formed(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished:
-    """Return sums over the Gram matrices of samples that are read at a time."""
+    """Return the sums over the Gram matrices of these samples."""
     rounds, by_units = 1, False
     if a_NTI.dtype != torch.float32 or g_NTO.dtype != torch.float32:
         rounds = weighting(a_NTI, g_NTO)
@@ -305,6 +307,7 @@ def _products(
 
 
 def _lines(rows: Factors, piece: slice, start: int, lines: int) -> Factors:
+    """Return some rows of some blocks of both factors."""
     part = slice(start, start + lines)
     return rows[0][piece, part], rows[1][piece, part]
 
@@ -317,6 +320,7 @@ def _beside(parts: Sequence[_Sums]) -> _Sums:
 
 
 def _dots(left_NTF: Tensor, right_NUF: Tensor) -> Tensor:
+    """Return all dot products of positions, in one sum each."""
     return products.batched(left_NTF, right_NUF.mT)
 
 
@@ -351,6 +355,7 @@ def _in_halves(block: Factors, samples: int) -> tuple[_Sums, _Sums]:
 
 
 def _reduced(a_NTI: Tensor, g_NTO: Tensor, also: PositionSum | None = None) -> Reduced:
+    """Return the kernel's sums, and leave with `also` one factor's sum over positions."""
     from ghostclip.kernels.triton_products import symmetric_gram as kernel
 
     summed = 0 if also is None else also.index_among(a_NTI, g_NTO)
@@ -363,6 +368,7 @@ def _reduced(a_NTI: Tensor, g_NTO: Tensor, also: PositionSum | None = None) -> R
 
 
 def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int, summed: int = 0) -> Bounded | tuple[Bounded, Tensor]:
+    """As `_naive`, by the kernel."""
     del workspace
     if not summed:
         return finished_one(_reduced(a_NTI, g_NTO))
@@ -373,6 +379,7 @@ def _fast(a_NTI: Tensor, g_NTO: Tensor, workspace: int, summed: int = 0) -> Boun
 def _example(
     device: torch.device, positions: int, dtype: torch.dtype, width: int, summed: int = 0
 ) -> tuple[Tensor, Tensor, int, int]:
+    """Return arguments for a comparison of kernel and twin."""
     a, g = (torch.randn(2, positions, size, generator=generator()) for size in (width, 33))
     return a.to(device, dtype), g.to(device, dtype), WORKSPACE, summed
 

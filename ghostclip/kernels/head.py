@@ -137,6 +137,7 @@ def losses(x_NI: Tensor, label_N: Tensor, table: Table) -> tuple[Tensor, Tensor]
 
 
 def _losses(x_RI: Tensor, label_R: Tensor, table: Table, plan: Tiling) -> tuple[Tensor, Tensor]:
+    """Return the losses and log-sum-exps of a few positions, their logits formed tile by tile."""
     form, vocabulary = table.form, len(table.weight_VI)
     kind = torch.promote_types(x_RI.dtype, torch.float32)
     lse_R = torch.full(label_R.shape, -torch.inf, dtype=kind, device=x_RI.device)
@@ -193,6 +194,7 @@ class _Weights(NamedTuple):
 
 
 def _weights(tokens: Tokens, form: Form) -> _Weights:
+    """Return what the gradients of all logits of a position have in common."""
     counts = (tokens.grad_BT != 0) & (tokens.label_BT != form.ignore_index)
     share = (1 + 2 * form.z_loss * tokens.lse_BT).where(counts, 1.0).unsqueeze(-1) if form.z_loss else None
     lse = tokens.lse_BT.where(counts, torch.inf).unsqueeze(-1)
@@ -206,11 +208,11 @@ def _probabilities(z: Tensor, weights: _Weights) -> Tensor:
 
 
 class Collector(ABC):
-    """What is made of the tiles of one chunk."""
+    """Accumulates one result over the tiles of logit gradients of a chunk."""
 
     @abstractmethod
     def take(self, tile: slice, g_CTK: Tensor) -> None:
-        """Take one tile, which must not be changed."""
+        """Add one tile's contribution; the tile must not be changed."""
 
 
 class InputGradient(Collector):
@@ -311,10 +313,13 @@ def vocabulary_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, label
 
 
 class _Losses(torch.autograd.Function):
+    """Autograd function of the losses of a vocabulary head, which stores no logits."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: HeadCall
     ) -> Tensor:
+        """Compute losses by tiles, and keep the log-sum-exps for the backward."""
         features, table = hidden.shape[-1], Table(weight, bias, call.form)
         _require_labels(labels, len(weight), call.form)
         with _autocast_off(hidden.device):
@@ -326,6 +331,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients, from the clipper where it forms the same tiles for the norms anyway."""
         hidden, weight, bias, labels = ctx.saved_tensors
         call, (grad,) = ctx.call, grads
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -418,6 +424,7 @@ def prefers_gram(positions: int, inputs: int, vocabulary: int) -> bool:
 
 
 def _gram_flops(positions: int, inputs: int, vocabulary: int) -> int:
+    """Return the FLOPs of one sample's norm by a Gram matrix, more than anything else where it is too large."""
     if positions**2 > LARGEST:
         return 1 << 62
     return 2 * (inputs + vocabulary) * sum((band.stop - band.start) * band.stop for band in bands(positions))
@@ -441,7 +448,7 @@ class Norms(Collector):
         self._tiles: list[Tensor] = []
 
     def take(self, tile: slice, g_CTK: Tensor) -> None:
-        """Note the norms of a tile's positions."""
+        """Store the norms of a tile's positions."""
         self._tiles.append(position_norms(g_CTK).flatten().unsqueeze(1))
 
     @abstractmethod
@@ -450,6 +457,7 @@ class Norms(Collector):
 
     @property
     def _g_CT(self) -> Tensor:
+        """The norms of the logit gradients of every position, over all tiles."""
         return root_of_squares(self._tiles).view_as(self._a_CT)
 
 
@@ -457,6 +465,7 @@ class _OnePosition(Norms):
     """Products of two norms: one position meets no other."""
 
     def result(self) -> Bounded:
+        """Return the products of the two norms of the only position."""
         norms = product_norms([Product([self._a_CT], self._g_CT, self._sizes)])
         measured = masses(self._a_CT, self._g_CT, *self._sizes)
         value_C = sum_of_squares(norms)
@@ -482,6 +491,7 @@ class _Gram(Norms):
                 sum_CRU.add_(dots(g_CTK[:, band], g_CTK[:, : band.stop]))
 
     def result(self) -> Bounded:
+        """Return the squared norms: Gram matrices of hidden states times those of logit gradients, with bounds."""
         values, absolutes, squares = [], [], []
         for band, g_CRU in zip(self._bands, self._sums, strict=True):
             left_CRI, right_CUI = self._a_CTI[:, band], self._a_CTI[:, : band.stop]
@@ -515,6 +525,7 @@ class _OfGradients(Norms):
             self._norms += [root_of_squares(block_norms(grad_CKI.flatten(1))).unsqueeze(1)]
 
     def result(self) -> Bounded:
+        """Return the squared norms added up over the tiles."""
         value_C = sum_of_squares(self._norms)
         measured = masses(self._a_CT, self._g_CT, *self._sizes)
         delta_C = sum_rounding(measured.lost_N, measured.scale_N, unit_roundoff(value_C.dtype))

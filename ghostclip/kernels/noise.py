@@ -78,6 +78,7 @@ def add_noise_(
 
 
 def _check(part: Tensor, key: bytes, position: int, extent: tuple[int, int]) -> None:
+    """Refuse a tensor, key or range that noise cannot be addressed for."""
     offset, total = extent
     if not part.dtype.is_floating_point or not part.is_contiguous():
         raise InvalidOptionError(f"tensor of {part.dtype}: noise is added to contiguous floating-point tensors only.")
@@ -117,6 +118,7 @@ def chacha_words(
 
 
 def _signed(word: int) -> int:
+    """Return a 32-bit word as a signed integer."""
     return word - (word >> 31 << 32)
 
 
@@ -141,6 +143,7 @@ def normal_pairs(radius_W: Tensor, angle_W: Tensor) -> tuple[Tensor, Tensor]:
 def _naive(
     part_N: Tensor, state: list[int], scales: tuple[float, float], extent: tuple[int, int], stream: tuple[int, int]
 ) -> Tensor:
+    """Plain-PyTorch twin of the kernel: add noise block by block, then divide."""
     offset, total = extent
     block_size, rounds = stream
     end, number = offset + part_N.numel(), offset // block_size
@@ -159,6 +162,7 @@ def _naive(
 
 
 def _add_to_(part_N: Tensor, noise_N: Tensor, scales: tuple[float, float]) -> None:
+    """Add scaled noise to a part and divide, in place."""
     std, divisor = scales
     # Added in float64 and rounded once, in one operation.
     part_N.add_(noise_N.mul_(std))
@@ -169,6 +173,7 @@ def _add_to_(part_N: Tensor, noise_N: Tensor, scales: tuple[float, float]) -> No
 def _fast(
     part_N: Tensor, state: list[int], scales: tuple[float, float], extent: tuple[int, int], stream: tuple[int, int]
 ) -> Tensor:
+    """As `_naive`, by the kernel."""
     from ghostclip.kernels.triton_noise import add_noise as kernel
 
     return kernel(part_N, state, scales, extent, stream)

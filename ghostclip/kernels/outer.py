@@ -64,6 +64,7 @@ def is_fused(a_NTI: Tensor, g_NTO: Tensor) -> bool:
 
 
 def _pays(a_NTI: Tensor, g_NTO: Tensor) -> bool:
+    """Return whether the kernel is expected to be faster than the twin."""
     return is_half(a_NTI, g_NTO) and a_NTI.shape[1] >= SHORT
 
 
@@ -115,10 +116,12 @@ def sums_by_kernel(
 
 
 def _naive_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
+    """Plain-PyTorch twin: squared norms of gradients that are formed a few samples at a time."""
     return formed(_squares(a_NTI, g_NTO, samples_at_once), a_NTI, g_NTO)
 
 
 def _squares(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Tensor:
+    """Return the squared norms of gradients that are formed a few samples at a time."""
     pieces = []
     for start in range(0, a_NTI.shape[0], samples_at_once):
         piece = slice(start, start + samples_at_once)
@@ -142,11 +145,13 @@ def weighting(a_NTI: Tensor, g_NTO: Tensor) -> int:
 
 
 def _by_units(a_NTI: Tensor, g_NTO: Tensor) -> bool:
+    """Return whether matrix units multiply the two tensors."""
     # One position is added whole, rounded once: in float32, which costs little there.
     return a_NTI.shape[1] > 1 and products.takes(a_NTI, g_NTO)
 
 
 def _is_formed(a_NTI: Tensor) -> bool:
+    """Return whether gradients are formed and then weighted, instead of weighting the terms."""
     # Weighted numbers of float16 may be too small or too large for it.
     return a_NTI.shape[1] >= FORMED or a_NTI.dtype == torch.float16
 
@@ -188,6 +193,7 @@ def _split_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, 
 
 
 def _naive_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool = False) -> Tensor:
+    """Plain-PyTorch twin: add the weighted sum to a matrix in the cheapest precise way."""
     if len(a_NTI) and out_OI.dtype == torch.float32 and out_OI.is_contiguous() and _by_units(a_NTI, g_NTO):
         if not _is_formed(a_NTI):
             _split_sum(a_NTI, g_NTO, coef_N, out_OI, fresh=fresh)
@@ -222,39 +228,46 @@ def _widened_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *
 
 
 def _reduced_square(a_NTI: Tensor, g_NTO: Tensor) -> Reduced:
+    """Return the kernel's sums for norms of gradients."""
     from ghostclip.kernels.triton_products import outer_square as kernel
 
     return kernel(a_NTI, g_NTO, weighting(a_NTI, g_NTO))
 
 
 def _fast_square(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Bounded:
+    """As `_naive_square`, by the kernel."""
     del samples_at_once
     return finished_one(_reduced_square(a_NTI, g_NTO))
 
 
 def _fast_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool = False) -> Tensor:
+    """As `_naive_sum`, by the kernel."""
     _by_kernel(a_NTI, g_NTO, coef_N, out_OI.unsqueeze(0), stride=0, fresh=fresh)
     return out_OI
 
 
 def _by_kernel(a_NTI: Tensor, g_NTO: Tensor, coef_B: Tensor, out_SOI: Tensor, *, stride: int, fresh: bool) -> None:
+    """Add the weighted sums of S matrices by the kernel."""
     from ghostclip.kernels.triton_products import weighted_sum as kernel
 
     kernel(a_NTI, g_NTO, coef_B, out_SOI, stride=stride, fresh=fresh)
 
 
 def _factors(device: torch.device, positions: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return random inputs and output gradients for examples."""
     a, g = (torch.randn(2, positions, size, generator=generator()) for size in (width, width - 7))
     return a.to(device, dtype), g.to(device, dtype)
 
 
 def _square_example(device: torch.device, positions: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    """Return arguments for a comparison of the norm's kernel and twin."""
     return *_factors(device, positions, width, dtype), 2
 
 
 def _sum_example(
     device: torch.device, positions: int, width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return arguments for a comparison of the sum's kernel and twin."""
     a_NTI, g_NTO = _factors(device, positions, width, dtype)
     coef_N = torch.rand(len(a_NTI), generator=generator()).to(device)
     return a_NTI, g_NTO, coef_N, torch.ones(width - 7, width, device=device)

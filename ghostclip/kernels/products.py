@@ -38,11 +38,12 @@ def has_units(device: torch.device) -> bool:
 
 @lru_cache(maxsize=64)
 def _suits(device: torch.device) -> bool:
+    """Return whether a GPU's matrix units take bfloat16."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _FIRST
 
 
 def takes(left: Tensor, right: Tensor) -> bool:
-    """Return whether matrix units multiply two 16-bit tensors as they are."""
+    """Return whether matrix units multiply these two tensors as they are: 16 bits, one dtype, on such a GPU."""
     dtype = left.dtype
     return dtype in HALF and dtype == right.dtype and has_units(left.device)
 
@@ -172,12 +173,14 @@ def full_convolutions() -> AbstractContextManager[None]:
 
 
 def _full(switches: Sequence[_Switch]) -> AbstractContextManager[None]:
+    """Return a context in which these switches are at full precision."""
     lower = [switch for switch in switches if getattr(switch[0], switch[1]) not in switch[2]]
     return _switched(lower) if lower else _AS_IT_IS
 
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
+    """Within the block autocast is off and products run at full precision."""
     with ExitStack() as stack:
         for kind in filter(torch.is_autocast_enabled, _KINDS):
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -187,6 +190,7 @@ def _without_autocast() -> Iterator[None]:
 
 @contextmanager
 def _switched(switches: Sequence[_Switch]) -> Iterator[None]:
+    """Set switches to full precision within the block."""
     before = [getattr(owner, name) for owner, name, _ in switches]
     for owner, name, full in switches:
         setattr(owner, name, full[0])
@@ -199,6 +203,7 @@ def _switched(switches: Sequence[_Switch]) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _switches() -> list[_Switch]:
+    """Return the switches of matrix products' precision that this version of torch has."""
     backends: Any = torch.backends
     gpu = backends.cuda.matmul
     if not hasattr(backends.cudnn, "conv"):
@@ -210,12 +215,14 @@ def _switches() -> list[_Switch]:
 
 
 def _accumulation(gpu: Any) -> list[_Switch]:
+    """Return the switch of sums in float16, where there is one."""
     # Sums of float16 products in float16, from torch 2.7 on.
     return [(gpu, "allow_fp16_accumulation", (False,))] if hasattr(gpu, "allow_fp16_accumulation") else []
 
 
 @lru_cache(maxsize=1)
 def _convolution_switches() -> list[_Switch]:
+    """Return the switches of convolutions' precision."""
     backends: Any = torch.backends
     if not hasattr(backends.cudnn, "conv"):
         return [(backends.cudnn, "allow_tf32", (False,))]

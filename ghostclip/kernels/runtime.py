@@ -52,6 +52,7 @@ def renew() -> None:
 
 
 def _free_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU, what torch's allocator holds unused included."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
@@ -179,6 +180,7 @@ class Twins:
         return self._trusted[device]
 
     def _compare(self, device: torch.device) -> bool:
+        """Run kernel and twin on the examples; log why the kernel is not used, if so."""
         try:
             difference = self.difference(device)
         except Exception as problem:  # noqa: BLE001 - whatever a compiler or driver raises, the twin still works

@@ -89,6 +89,7 @@ def _runs(ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _naive_square(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
+    """Plain-PyTorch twin: squared norms with equal rows added up before."""
     order_BT, first_BT, _ = runs = _runs(ids_BT)
     sorted_BTI = widened(g_BTI).take_along_dim(order_BT.unsqueeze(2), 1)
     sums_BTI = _add_in_samples(torch.zeros_like(sorted_BTI), first_BT, sorted_BTI)
@@ -106,6 +107,7 @@ def _bounded(value_B: Tensor, g_BTI: Tensor, runs: tuple[Tensor, Tensor, Tensor]
 
 
 def _fast_square(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
+    """As `_naive_square`, by the kernel."""
     from ghostclip.kernels.triton_sums import row_squares as kernel
 
     runs = _runs(ids_BT)
@@ -113,6 +115,7 @@ def _fast_square(ids_BT: Tensor, g_BTI: Tensor) -> Bounded:
 
 
 def _square_example(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return arguments for a comparison of kernel and twin."""
     ids_BT = torch.randint(5, (2, 13), generator=generator())
     return ids_BT.to(device), torch.randn(2, 13, 33, generator=generator()).to(device)
 
@@ -151,12 +154,14 @@ def is_fused(x_BTF: Tensor, g_BTF: Tensor) -> bool:
 
 
 def _either(x_BTF: Tensor, g_BTF: Tensor, eps: float, *, centred: int) -> NormAffine:
+    """Return the gradients by kernel or twin."""
     if x_BTF.shape[2] > MAX_FEATURES:
         return _naive_affine(x_BTF, g_BTF, eps, centred)
     return NORM_AFFINE.pick(x_BTF, g_BTF)(x_BTF, g_BTF, eps, centred)
 
 
 def _naive_affine(x_BTF: Tensor, g_BTF: Tensor, eps: float, centred: int) -> NormAffine:
+    """Plain-PyTorch twin: gradients of weight and bias of layer norm, or of RMS norm if not `centred`."""
     x_BTF, g_BTF = widened(x_BTF), widened(g_BTF)
     if centred:
         x_BTF = x_BTF - x_BTF.mean(2, keepdim=True)

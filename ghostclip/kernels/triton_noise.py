@@ -25,11 +25,13 @@ _TO_ANGLE: tl.constexpr = tl.constexpr(math.pi * 2.0**-63)
 
 @triton.jit
 def _rotated(x, by: tl.constexpr):
+    """Rotate a 32-bit word to the left."""
     return (x << by) | (x >> (32 - by))
 
 
 @triton.jit
 def _quarter(a, b, c, d):
+    """One quarter round of ChaCha."""
     a += b
     d = _rotated(d ^ a, 16)
     c += d
@@ -43,6 +45,7 @@ def _quarter(a, b, c, d):
 
 @triton.jit
 def _long(low, high):
+    """Return a 64-bit word of two 32-bit ones."""
     return low.to(tl.uint64) | (high.to(tl.uint64) << 32)
 
 
@@ -161,6 +164,7 @@ def _add_noise(
     ALIGNED: tl.constexpr,
     LANES: tl.constexpr,
 ):
+    """Add noise to a range and divide; a program makes one part of a block's noise from its key stream."""
     number = first_block + tl.program_id(0).to(tl.int64)
     start = number * BLOCK
     size = tl.minimum(total - start, BLOCK).to(tl.int64)

@@ -46,6 +46,7 @@ def row_products(
 
 @triton.jit
 def _row_products(x_ptr, step, rows_M, rows_N, positions, width, start, end, part, BLOCK_K: tl.constexpr):
+    """Add the products of columns `start` to `end` of two sets of rows to ``part``."""
     for first in range(start, end, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         mask_M = (rows_M[:, None] < positions) & (k[None, :] < width)
@@ -111,6 +112,7 @@ def gradient_tile(
 
 @triton.jit
 def _gradient_tile(a_ptr, g_ptr, a_step, g_step, i, o, sizes, start, end, part, BLOCK_T: tl.constexpr):
+    """Add the outer products of positions `start` to `end` to one tile of a gradient."""
     positions, inputs, outputs = sizes
     for first in range(start, end, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
@@ -132,12 +134,14 @@ def readable(a_NTI: Tensor, g_NTO: Tensor, *, whole: bool = False) -> Iterator[t
 
 
 def _is_copied(x_NTF: Tensor) -> bool:
+    """Return whether a tensor is copied so that programs read whole vectors of it."""
     if x_NTF.shape[2] > 1 and x_NTF.stride(2) != 1:
         return True
     return x_NTF.dtype in HALF and x_NTF.shape[2] >= _LONG and x_NTF.stride(1) % _ALIGNED != 0
 
 
 def _operand(x_NTF: Tensor) -> Tensor:
+    """Return a tensor as the kernels read it."""
     if runtime.interpreted() and x_NTF.dtype == torch.bfloat16:
         # Triton's interpreter multiplies the bits of bfloat16, not its values; in float32 the products are the same.
         x_NTF = x_NTF.float()
@@ -189,6 +193,7 @@ def _gram(
     COLUMNS: tl.constexpr,
     SUMMED: tl.constexpr,
 ):
+    """Sums for squared norms over a program's tiles on and above the diagonal of one sample's Gram matrices."""
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     a_ptr += sample * a_sample
@@ -310,6 +315,7 @@ def _square(
     CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Sums of squares over a program's tiles of one sample's gradient, none of them stored."""
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     a_ptr += sample * a_sample
@@ -362,6 +368,7 @@ def _weighted_sum(
     GROUP: tl.constexpr,
     ADD: tl.constexpr,
 ):
+    """One tile of the weighted sum over a program's samples."""
     across = tl.cdiv(inputs, BLOCK)
     down = tl.cdiv(outputs, BLOCK)
     # Programs that run side by side take tiles of a few rows, so that they read the same columns.
@@ -395,6 +402,7 @@ def _alike(a_NTI: Tensor, g_NTO: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _block(inputs: int, outputs: int, sums: int, *, half: bool) -> int:
+    """Return the width of tiles that fills a GPU."""
     return tile_size(inputs, outputs, half=half, tiles=sums * triton.cdiv(inputs, LARGE) * triton.cdiv(outputs, LARGE))
 
 
@@ -426,6 +434,7 @@ def outer_square(a_NTI: Tensor, g_NTO: Tensor, weighting: int) -> Reduced:
 
 
 def _options(block: int, positions: int, *, half: bool) -> dict[str, int]:
+    """Return a launch's tile sizes, length of sums and number of warps."""
     deep = 64 if block == LARGE else 32
     return {"BLOCK": block, "BLOCK_T": deep, "CHUNK": chunk(positions, half=half), "num_warps": block // 16}
 

@@ -31,6 +31,7 @@ def _row_squares(
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
+    """Sum of squares over a program's runs of equal table rows of one sample, each run added up first."""
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     g_ptr += sample * positions * features
@@ -89,6 +90,7 @@ def _norm_affine(
     BLOCK_T: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
+    """Gradients of a norm's weight and bias over a program's share of one sample's positions."""
     sample = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     x_ptr += sample * positions * features

@@ -47,7 +47,7 @@ def vocabulary_losses(call: Call) -> Captured | None:
 
 
 def _in_rows(grad_BTI: Tensor, place_BT: Tensor, shape: torch.Size) -> Tensor:
-    """Return the gradient of hidden states ``(*L, I)`` from that by sample."""
+    """Return the gradient of hidden states in their own shape ``(*L, I)`` from that ordered by sample."""
     # ``place_BT`` counts rows from 1, 0 is padding.
     rows = shape.numel() // max(1, shape[-1])
     out_NI = grad_BTI.new_empty(rows + 1, shape[-1])

@@ -25,6 +25,7 @@ from ghostclip.rules.registry import Call, Captured, Split, register_op
 
 
 def _tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """Return a setting of a convolution as one number for each axis."""
     return (value,) * dims if isinstance(value, int) else tuple(value) * (dims if len(value) == 1 else 1)
 
 
@@ -57,6 +58,7 @@ def convolution(call: Call) -> Captured | None:
 
 
 def _geometry(call: Call, shape: torch.Size) -> Geometry:
+    """Return the geometry of a convolution from its arguments."""
     dims = len(shape) - 2
     dilation, padding = _tuple(call.get("dilation", 1), dims), call.get("padding", 0)
     if padding == "same":
@@ -75,6 +77,7 @@ def _geometry(call: Call, shape: torch.Size) -> Geometry:
 
 
 def _weight_factor(x_BKC: Tensor, g_BKO: Tensor, geometry: Geometry) -> Factor:
+    """Return the factor of a kernel; of complex numbers over unfolded windows."""
     if not x_BKC.is_complex():
         return Windows(x_BKC, g_BKO, geometry)
     a_NIT, g_NOT = geometry.unfolded(x_BKC, g_BKO.shape[3:]), geometry.by_group(g_BKO)
@@ -202,6 +205,7 @@ def _positions_of(mask_BT: Tensor, longest: int) -> tuple[Tensor, Tensor]:
 
 
 def _pick(x_BTF: Tensor, order_BT: Tensor, valid_BT: Tensor) -> Tensor:
+    """Return the entries at some positions of each sample, zero where there are none."""
     index = order_BT.unsqueeze(-1).expand(-1, -1, x_BTF.shape[-1])
     return x_BTF.gather(1, index).where(valid_BT.unsqueeze(-1), 0.0)
 
@@ -251,7 +255,7 @@ def matmul(call: Call) -> Captured | None:
 
 @register_op("inner", arguments="first second")
 def inner_product(call: Call) -> Captured | None:
-    """Return the capture of a product over the last axes of both operands."""
+    """Return the capture of ``torch.inner``: a product over the last axis of both operands."""
     renamed = _named(call, ("input", "first"), ("other", "second"))
     axes = [renamed.values[name].dim() - 1 for name in ("first", "second")]
     if min(axes) < 0:
@@ -313,6 +317,7 @@ def _of_matmul(first: int, second: int) -> Equation | None:
 
 
 def _summed_axes(dims: Any, axes: int) -> tuple[Sequence[int], Sequence[int]] | None:
+    """Return the axes that ``tensordot`` sums over, of both operands; None for another form."""
     if isinstance(dims, int):
         return range(axes - dims, axes), range(dims)
     if isinstance(dims, (tuple, list)) and len(dims) == 2:

@@ -225,6 +225,7 @@ def picked(call: Call) -> Captured | None:
 
 
 def _of_brackets(index: Any, shape: torch.Size) -> Pick | None:
+    """Return what ``x[...]`` picks by integer tensors; None for other indices."""
     entries = list(index) if isinstance(index, tuple) else [index]
     while entries and (entries[-1] is Ellipsis or _is_whole(entries[-1])):
         entries.pop()
@@ -249,10 +250,12 @@ def _of_brackets(index: Any, shape: torch.Size) -> Pick | None:
 
 
 def _is_whole(entry: Any) -> bool:
+    """Return whether an entry of an index is ``:``."""
     return isinstance(entry, slice) and entry == slice(None)
 
 
 def _along(index: Tensor, dim: int, shape: torch.Size) -> Pick:
+    """Return what an index picks along one axis."""
     moved = torch.Size([shape[dim], *shape[:dim], *shape[dim + 1 :]])
     return Pick(index.long() % max(1, shape[dim]), moved, prod(moved[1:]), dim)
 

@@ -41,6 +41,7 @@ def _feature_affine(
     normalize: Callable[[Tensor], Tensor],
     fused: Callable[[Tensor, Tensor], kernels.NormAffine] | None,
 ) -> Captured | None:
+    """Return the capture of an affine map behind a normalisation over the last axes."""
     if "input" in call.tracked:
         return None
     x = call.values["input"]
@@ -105,6 +106,7 @@ def batch_norm(call: Call) -> Captured | None:
 
 
 def _channel_affine(call: Call, normalize: Callable[[Tensor], Tensor]) -> Captured | None:
+    """Return the capture of an affine map of channels, axis 1, behind a normalisation."""
     if "input" in call.tracked:
         return None
     x, tracked = call.values["input"], call.tracked

@@ -67,6 +67,7 @@ class Equation:
         return "".join(letter for letter in self.output if letter not in self.parameter)
 
     def _letters_where(self, holds: Callable[[str], bool]) -> str:
+        """Return the parameter's letters for which something holds."""
         return "".join(letter for letter in self.parameter if holds(letter))
 
     def _in_data(self, letter: str) -> bool:
@@ -188,6 +189,7 @@ def _factor(equation: Equation, sizes: Mapping[str, int], a_BTSI: Tensor, g_BTSO
 
 
 def _by_slot(x_BTSF: Tensor, slots: int, features: int) -> Tensor:
+    """Return ``(B, T, S·F)`` as ``(B·S, T, F)``."""
     samples, positions = x_BTSF.shape[:2]
     x_BTSF = x_BTSF.reshape(samples, positions, slots, features)
     return x_BTSF.transpose(1, 2).reshape(samples * slots, positions, features)

@@ -36,12 +36,13 @@ from ghostclip.rules.registry import Call, Captured, Split, register_op
 
 
 def _gates(arguments: Mapping[str, Any], first: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the shares of input and state in the gates."""
+    """Return the products of input and of state with their weights, which the gates add."""
     from_input = functional.linear(arguments["input"], arguments["w_ih"], arguments.get("b_ih"))
     return from_input, functional.linear(first, arguments["w_hh"], arguments.get("b_hh"))
 
 
 def _lstm(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Run one step of an LSTM cell; return (h, c)."""
     h, c = arguments["hx"]
     from_input, from_state = _gates(arguments, h)
     i, f, g, o = (from_input + from_state).chunk(4, 1)
@@ -50,6 +51,7 @@ def _lstm(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _gru(arguments: Mapping[str, Any]) -> Tensor:
+    """Run one step of a GRU cell."""
     h: Tensor = arguments["hx"]
     from_input, from_state = _gates(arguments, h)
     (x_r, x_z, x_n), (h_r, h_z, h_n) = from_input.chunk(3, 1), from_state.chunk(3, 1)
@@ -58,11 +60,14 @@ def _gru(arguments: Mapping[str, Any]) -> Tensor:
 
 
 def _rnn(activation: Callable[[Tensor], Tensor], arguments: Mapping[str, Any]) -> Tensor:
+    """Run one step of an RNN cell."""
     from_input, from_state = _gates(arguments, arguments["hx"])
     return activation(from_input + from_state)
 
 
 def _called(cell: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Any]:
+    """Return a cell with torch's own arguments."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         return cell({**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs})
 
@@ -139,11 +144,11 @@ class Weights:
 class Ran:
     """Results of a forward for the backward and for the factors."""
 
-    out_NP: Tensor
+    out_NP: Tensor  # states after every row
     # the state of every sequence after its last step, ``(h, c)`` or ``(h,)``, shape ``(B, P)`` and ``(B, H)``
     ends: tuple[Tensor, ...]
-    before_NP: Tensor
-    kept: tuple[Tensor, ...]
+    before_NP: Tensor  # states before every row
+    kept: tuple[Tensor, ...]  # what the backward reads
     unprojected_NH: Tensor | None = None  # the state before its projection; None where there is none
 
 
@@ -153,13 +158,13 @@ class RecurrentGradients:
 
     gates_NG: Tensor  # gradient of the gates' part from the input
     hidden_NG: Tensor  # gradient of their part from the state; the same tensor where the two are added
-    firsts: tuple[Tensor, ...]
+    firsts: tuple[Tensor, ...]  # gradients of the initial states
     # gradient of the projected states; None where nothing is projected
     projected_NP: Tensor | None = field(default=None)
 
 
 class Kind(ABC):
-    """One kind of recurrent layer."""
+    """One kind of recurrent layer: how all of its steps run, forward and backward."""
 
     gates: int  # G
     # what the backward holds beside the gradient that arrives and each of its results, in values for every row and unit
@@ -178,13 +183,14 @@ class Kind(ABC):
 
 
 class _State:
-    """A state that walks through the steps: the rows of sequences that are over, or not begun, stay as they are."""
+    """State (B, H) of all sequences while steps run; a step uses the rows of the sequences that have it."""
 
     def __init__(self, first: Tensor) -> None:
         self.whole = first.clone(memory_format=torch.contiguous_format)
         self._views: dict[int, Tensor] = {}
 
     def rows(self, count: int) -> Tensor:
+        """Return the first rows, a view."""
         if count not in self._views:
             self._views[count] = self.whole[:count]
         return self._views[count]
@@ -230,6 +236,7 @@ class LSTM(Kind):
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
     ) -> RecurrentGradients:
+        """Run all steps backwards; return the gradients of the gates, of initial states, and of the projection."""
         gates_NG, tanh_NH, before_NH = ran
         width = tanh_NH.shape[1]
         i, f, g, o = gates_NG.split(width, 1)
@@ -295,6 +302,7 @@ class GRU(Kind):
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
     ) -> RecurrentGradients:
+        """Run all steps backwards; return gradients of the gates' input and state parts, and of the initial state."""
         gates_NG, product_NH, before_NH = ran
         r, z, n = gates_NG.chunk(3, 1)
         new_NH = _tanh_backward(1 - z, n)
@@ -344,6 +352,7 @@ class RNN(Kind):
     def backward(
         self, ran: Sequence[Tensor], grad_NP: Tensor, ends: Sequence[Tensor], weights: Weights, steps: Steps
     ) -> RecurrentGradients:
+        """Run all steps backwards: each state's gradient times the activation's slope, carried back by the weight."""
         (out_NH,) = ran
         slope_NH = (out_NH > 0).to(out_NH.dtype) if self._relu else 1 - out_NH * out_NH
         grads_NH = torch.empty_like(out_NH)
@@ -451,6 +460,7 @@ class _Recurrence(torch.autograd.Function):
 
 
 def _plainly(like: Tensor) -> AbstractContextManager[Any]:
+    """Return a context without autocast."""
     return torch.autocast(like.device.type, enabled=False)
 
 
@@ -485,6 +495,7 @@ def _run(
 
 
 def _required(tensor: Tensor | None) -> Tensor:
+    """Return a weight that every layer has."""
     assert tensor is not None
     return tensor
 
@@ -531,6 +542,8 @@ def is_packed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _layer(name: str) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a torch function of recurrent layers written out in operations that have rules."""
+
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         packed = is_packed(args, kwargs)
         bound = {**dict(zip(_PACKED if packed else _PADDED, args, strict=False)), **kwargs}

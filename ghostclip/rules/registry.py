@@ -79,6 +79,8 @@ Rule = Callable[[Call], Captured | None]
 
 @dataclass(frozen=True)
 class _Entry:
+    """A registered rule, the names of its positional arguments, and whether it follows from their form."""
+
     rule: Rule
     arguments: tuple[str, ...]
     by_form: bool = False
@@ -251,6 +253,7 @@ def samplers_of(module: nn.Module) -> Samplers | None:
 def _register(
     target: type[nn.Module] | Sequence[type[nn.Module]], table: dict[type[nn.Module], Sampler]
 ) -> Callable[[_S], _S]:
+    """Return a decorator that registers a sampler for module classes."""
     kinds = [target] if isinstance(target, type) else list(target)
     for kind in kinds:
         if nn.Module not in getattr(kind, "__mro__", ()):
