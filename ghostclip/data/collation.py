@@ -65,9 +65,10 @@ class EmptyBatchCollate:
     """
 
     def __init__(self, dataset: Dataset, collate_fn: Callable[[list[Any]], Any]) -> None:
+        """Wrap a collate function; the data set's first record shows what a batch looks like."""
         self._dataset = dataset
         self.wrapped = collate_fn
-        self._pair: tuple[Any, Any] | None = None
+        self._pair: tuple[Any, Any] | None = None  # batches of the first record, once and twice, when first needed
 
     def __call__(self, records: list[Any]) -> Any:
         """Collate records.
@@ -132,6 +133,7 @@ def _cuts(one: Sequence[int], two: Sequence[int], path: str) -> list[slice]:
 
 
 def _empty_mapping(one: Any, two: Any, path: str) -> Any:
+    """Return a mapping without records, its other items kept."""
     if len(one) != len(two):
         return type(one)()
     parts = {key: empty_like(value, two[key], path=f"{path}[{key!r}]") for key, value in one.items()}
@@ -144,6 +146,7 @@ def _empty_mapping(one: Any, two: Any, path: str) -> Any:
 
 
 def _empty_sequence(one: Any, two: Any, path: str) -> Any:
+    """Return a sequence whose entries have no records; an empty one if it is a list of records."""
     if len(one) != len(two):
         return type(one)()
     parts = [empty_like(a, b, path=f"{path}[{i}]") for i, (a, b) in enumerate(zip(one, two, strict=True))]
@@ -187,6 +190,7 @@ class _Company:
     """Some records, the longest of them first, and the collate function's batches of them."""
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
+        """Read a few records, collate each alone, and order them by length."""
         self._collate, self.name, begun = collate, _name(collate), time.monotonic()
         tried: list[tuple[int, Any, _Batch]] = []
         for number in range(min(len(dataset), _TRIED)):
@@ -207,6 +211,7 @@ class _Company:
 
 
 def _name(collate: Any) -> str:
+    """Return the collate function's name for an error message."""
     # Trainer puts a collator of its own around, which removes columns.
     for attribute in ("wrapped", "data_collator"):
         collate = getattr(collate, attribute, collate)
@@ -215,6 +220,7 @@ def _name(collate: Any) -> str:
 
 
 def _padding_in(company: _Company) -> tuple[Padded, ...]:
+    """Refuse a collate function whose rows for a record change with the others; return the axes that it pads."""
     longest, shortest = company.alone
     pair = company.of(0, 1)
     axes = {name: _axis_of_records(longest.get(name), tensor) for name, tensor in pair.items()}
@@ -289,6 +295,7 @@ def _listed(name: str, pair: _Batch, alone: _Batch) -> list[Tensor]:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal, NaN included."""
     if one.shape == other.shape and (one.is_floating_point() or one.is_complex()):
         return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
     return torch.equal(one, other)
@@ -323,6 +330,7 @@ def _filled(alone: Tensor, beside: Tensor) -> tuple[float | None, bool | None]:
 
 
 def _collated(collate: Collate, records: list[Any], seed: int) -> Any:
+    """Collate copies of records at fixed random numbers, leaving no trace."""
     # What a function warns of one record is nothing that its user has asked for.
     with seeded_generators(seed), _put_back(getattr(collate, "wrapped", collate)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -363,19 +371,21 @@ def _tensors(batch: Any, name: str = "", depth: int = 0) -> _Batch:
 
 
 def _shapes(batch: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shapes of a batch's tensors by path."""
     return {name: tensor.shape for name, tensor in batch.items()}
 
 
 class _Changeable(Reachable):
-    """What a trial may change; long containers are tables of data, and would take long to compare."""
+    """State that collating may change, long containers left out: they hold data, and take long to compare."""
 
     def _note(self, item: Any, *, passed: bool) -> Iterable[Any]:
+        """Record one object's state, long containers left out."""
         return () if isinstance(item, (list, set, dict)) and len(item) > _KEPT else super()._note(item, passed=passed)
 
 
 @contextmanager
 def _put_back(*owners: Any) -> Iterator[None]:
-    """Yield, then restore what objects hold: numbers, short containers, tensors and random generators."""
+    """Within the block objects may change: their attributes, containers and generators are restored."""
     before = _Changeable((), arguments=owners)
     try:
         yield

@@ -80,7 +80,7 @@ def dataset_length(dataset: Dataset[Any]) -> int:
 
 
 def warn_of_repetitions(dataset: Any) -> None:
-    """Say which unit is protected where `Subset` or `ConcatDataset` repeat records of a data set."""
+    """Warn where `Subset` or `ConcatDataset` repeat records: ε then protects a position, not a record."""
     records = _origins(dataset, {}) if isinstance(dataset, (Subset, ConcatDataset)) else np.zeros(1)
     repeated = len(records) - len(np.unique(records))
     if repeated:
@@ -163,7 +163,7 @@ def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def started(start: Callable[[], Iterator[Any]], *, resuming: bool) -> Iterator[Any]:
-    """Begin a pass; one that continues an interrupted epoch leaves torch's global generator as it is."""
+    """Start a pass over a loader; one that resumes an epoch leaves torch's global generator as it is."""
     # torch draws a seed for workers from that generator whenever a pass starts. The interrupted run drew it before it
     # was saved, so that drawing it again would change every dropout mask that follows.
     if not resuming:
@@ -176,7 +176,7 @@ def started(start: Callable[[], Iterator[Any]], *, resuming: bool) -> Iterator[A
 
 
 class DealtOut(DistributedSampler[Any]):
-    """Marks that a loader already deals records out to ranks; nobody draws from it."""
+    """Sampler that marks a loader as already dealing records out to ranks; nothing is drawn from it."""
 
     def __init__(self, dataset: Dataset[Any], *, rank: int, replicas: int) -> None:
         super().__init__(dataset, num_replicas=replicas, rank=rank, shuffle=False)
@@ -208,7 +208,7 @@ class TakenAsItIs:
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Whether accelerate leaves the loader alone; it asks when it prepares, and then knows its device."""
+        """Whether accelerate leaves the loader alone; read when it prepares, which sets the device."""
         state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
         if self._as_it_is and state is not None:
             self.device = state().device
@@ -477,12 +477,12 @@ def _rate(dataset: Dataset, batch_size: int | None, sample_rate: float | None) -
 
 
 def _is_shared(distributed: bool | None) -> bool:  # noqa: FBT001 - the user's option
-    """Return whether ranks share batches, by default if there are several ranks."""
+    """Return whether ranks share batches: by default if there are several."""
     return world_size() > 1 if distributed is None else distributed
 
 
 def _log_replacement(data_loader: DataLoader, batch_size: int, *, shared: bool) -> None:
-    """Log what happens to a loader's own sampling."""
+    """Log, or refuse, what replacing a loader's own sampling changes."""
     sampler = record_sampler(data_loader)
     if not shared and getattr(sampler, "num_replicas", 1) > 1:
         raise InvalidOptionError(

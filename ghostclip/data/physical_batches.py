@@ -63,14 +63,15 @@ class LearnedSize:
     # comes the middle between it and the largest that worked. Each size is confirmed by its own measurement before it
     # counts.
     def __init__(self, *, upper: int, limit: int | None, device: torch.device) -> None:
+        """Begin with one sample; `limit`: peak of memory in bytes, `upper`: largest size of use."""
         self._upper = _validate.positive_int(upper, "upper")
         self._limit = limit
         self._meter = PeakMemory(device)
-        self._measuring = False
-        self._largest = 0
-        self._peak = 0
-        self._too_large = self._upper + 1
-        self._bytes_per_sample = 0.0
+        self._measuring = False  # whether `before` has started the meter
+        self._largest = 0  # largest size that worked
+        self._peak = 0  # its peak, in bytes
+        self._too_large = self._upper + 1  # smallest size that failed
+        self._bytes_per_sample = 0.0  # between the last two sizes
         self.size = 1
         self.peak = 0  # of the latest size that was measured, in bytes
 
@@ -80,13 +81,13 @@ class LearnedSize:
         return self.size == self._largest
 
     def before(self) -> None:
-        """Begin to measure, unless the size is settled."""
+        """Start measuring the peak of memory, unless the size is settled."""
         self._measuring = not self.settled
         if self._measuring:
             self._meter.start()
 
     def after(self, size: int) -> None:
-        """Learn from a processed batch."""
+        """Record the peak of a batch that was processed, and choose the next size."""
         if self._measuring and size > 0:
             self._measuring = False
             fitted = not self.nothing_fits
@@ -108,7 +109,7 @@ class LearnedSize:
             self.size = self._next_size()
 
     def failed(self, size: int) -> None:
-        """Learn that a size does not fit."""
+        """Record that a size ran out of memory, and choose a smaller one."""
         if self._measuring:
             self._measuring = False
             self._meter.stop()
@@ -383,7 +384,7 @@ class PhysicalBatches:
             raise
 
     def _sizes(self) -> SizePolicy:
-        """Return the policy; learning begins at the first batch, when the model is on its device."""
+        """Return the policy of sizes, made at the first batch."""
         if self._policy is None:
             device = self._optimizer.params[0].device
             self._policy = learned_size(self._optimizer.expected_batch_size or 1e6, self._memory_budget, device)
@@ -407,6 +408,7 @@ class SplittingSampler(Sampler[Any]):
         self._policy = policy
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield each logical batch in parts, with tokens that say which part is the last."""
         for logical_id, batch in enumerate(self._logical):
             indices = list(batch)
             most = batch.most if isinstance(batch, Records) else len(indices)
@@ -422,7 +424,7 @@ class SplittingSampler(Sampler[Any]):
 
 
 class _TokenDataset(Dataset[Any]):
-    """The user's data set, read and collated a chunk at a time, with the token."""
+    """The user's data set, whose items are collated physical batches with their tokens."""
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[Any], Any]) -> None:
         self.dataset = dataset
@@ -432,6 +434,7 @@ class _TokenDataset(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, chunk: Chunk) -> tuple[BatchToken, Any]:
+        """Return the token of a chunk with its collated records."""
         many = getattr(self.dataset, "__getitems__", None)
         if not chunk.indices:
             samples: Any = []
@@ -451,7 +454,7 @@ class _TokenDataset(Dataset[Any]):
 
 
 def _collated(batch: Any) -> Any:
-    """Stand for a collate function, where the data set has collated."""
+    """Return what the data set has collated already, as the collate function."""
     return batch
 
 
@@ -463,6 +466,7 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
     def __init__(
         self, loader: DataLoader[Any], *, optimizer: DPOptimizer, policy: SizePolicy, expected_batch_size: float
     ) -> None:
+        """Load what `loader` would, split by `policy`."""
         self._logical_batches = splittable_batches(loader)
         self.stop_when = getattr(loader, "stop_when", None)
         self._optimizer = optimizer
@@ -481,6 +485,7 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
         self.device = getattr(loader, "device", None)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield physical batches, each announced to the optimizer; what is unfinished at the end is dropped."""
         self._optimizer.discard_pending()
         token: BatchToken | None = None
         sampler: Any = self._logical_batches

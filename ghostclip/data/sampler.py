@@ -54,17 +54,18 @@ class PrivateSampler(Sampler[list[int]]):
     def __init__(
         self, scheme: SamplingScheme, *, generator: torch.Generator | None = None, seed: int | None = None
     ) -> None:
+        """Draw from a scheme with a fresh key, or one that follows a seed or generator."""
         self._scheme = scheme
         self.rank, self.num_replicas = 0, 1
         self.draws = DrawLog(once_a_pass=scheme.event.kind == "shuffled")
         self._owner = Owner(self)
         self._key = RandomKey("sampling", seed=seed, generator=generator)
-        self._drawn = 0
+        self._drawn = 0  # batches, in the whole training
         self.delivered = 0  # batches, in the whole training
-        self._epoch_end = 0
+        self._epoch_end = 0  # number of the first batch after this epoch
         self.resuming = False  # whether the next pass continues an epoch that was interrupted
-        self._loop: object = None
-        self._tracker: object = None
+        self._loop: object = None  # identity of the newest pass
+        self._tracker: object = None  # identity of the newest `tracking` context; None where draws count as delivered
 
     @property
     def scheme(self) -> SamplingScheme:
@@ -158,7 +159,7 @@ class PrivateSampler(Sampler[list[int]]):
         self.draws.deliver()
 
     def deal(self, rank: int, num_replicas: int) -> None:
-        """Keep every `num_replicas`-th record of each batch from here on, from `rank` on."""
+        """Yield only every `num_replicas`-th record of each batch from now on, from number `rank` on."""
         # Replicas of one number keep the same records: ranks of which each has a part of the model, say.
         if not 0 <= rank < num_replicas:
             raise InvalidOptionError(f"rank={rank!r}: must lie in [0, num_replicas={num_replicas!r}).")

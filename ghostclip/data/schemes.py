@@ -108,7 +108,7 @@ class Poisson:
 
     @property
     def event(self) -> SamplingEvent:
-        """One step."""
+        """The accounting event of one step: Poisson sampling at rate q."""
         return SamplingEvent(
             kind="poisson" if self.truncation is None else "truncated_poisson",
             sample_rate=self.sample_rate,
@@ -179,7 +179,7 @@ class FullBatch:
 
     @property
     def event(self) -> SamplingEvent:
-        """One step."""
+        """The accounting event of one step on all records."""
         return SamplingEvent(kind="full", sample_rate=1.0, num_units=self.num_samples, relation=self.relation)
 
     def draw(self, key: RandomKey, position: int) -> Records:
@@ -238,7 +238,7 @@ class Shuffled:
 
     @property
     def event(self) -> SamplingEvent:
-        """One epoch."""
+        """The accounting event of one epoch, in which every record takes part once."""
         return SamplingEvent(kind="shuffled", sample_rate=1.0, num_units=self.num_samples, steps_per_event=self.steps)
 
     def draw(self, key: RandomKey, position: int) -> Records:
@@ -275,6 +275,7 @@ def _order_of(count: int) -> Records:
 
 
 def _checked_rounds(num_samples: int, steps: int, name: str) -> None:
+    """Refuse numbers of records or batches below 1, and more batches than records."""
     positive_int(num_samples, "num_samples")
     if positive_int(steps, name) > num_samples:
         raise InvalidOptionError(f"{name}={steps!r}: there are only {num_samples} records.")
@@ -282,7 +283,7 @@ def _checked_rounds(num_samples: int, steps: int, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _OfSteps:
-    """Epochs of t batches, by default with every record in exactly one of them."""
+    """Base of schemes whose epoch has t batches, by default with every record in exactly one of them."""
 
     num_samples: int
     epoch_steps: int
@@ -341,7 +342,7 @@ class RandomAllocation(_OfSteps):
 
     @property
     def event(self) -> SamplingEvent:
-        """One epoch."""
+        """The accounting event of one epoch, in which every record takes part in k random steps."""
         return SamplingEvent(
             kind="allocation",
             sample_rate=1.0,
@@ -408,7 +409,7 @@ class Cyclic(_OfSteps):
 
     @property
     def event(self) -> SamplingEvent:
-        """One epoch."""
+        """The accounting event of one epoch, in which every record takes part in the same step."""
         return SamplingEvent(
             kind="cyclic", sample_rate=1.0, num_units=self.num_samples, steps_per_event=self.epoch_steps
         )
@@ -469,7 +470,7 @@ class CyclicPoisson(_OfSteps):
 
     @property
     def event(self) -> SamplingEvent:
-        """One round of b steps."""
+        """The accounting event of one round: a step on each of the b groups."""
         return SamplingEvent(
             kind="cyclic_poisson", sample_rate=self.sample_rate, num_units=self.num_samples, steps_per_event=self.groups
         )

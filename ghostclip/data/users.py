@@ -100,7 +100,7 @@ class UserPoisson:
 
     @property
     def event(self) -> SamplingEvent:
-        """One step."""
+        """The accounting event of one step: Poisson sampling of users, with at most k records of each."""
         return SamplingEvent(
             kind="poisson",
             sample_rate=self._over_users.sample_rate,

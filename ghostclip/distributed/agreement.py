@@ -42,7 +42,7 @@ _SAME_ARGUMENTS: Final = (
 
 @dataclass
 class _Here:
-    """What this rank has abandoned, until the others are known to have left it as well, and its noted error."""
+    """What this rank published last: the point of the program that it left, and why."""
 
     group: int = 0
     place: str = ""
@@ -88,7 +88,7 @@ class Leaving:
 
 @contextlib.contextmanager
 def noting() -> Iterator[None]:
-    """Publish what this rank raises, or raise what another rank has published instead of arriving."""
+    """Within the block publish what this rank raises, or raise what another has published instead of arriving."""
     # A rank that goes on nevertheless, with a smaller batch say, withdraws its note.
     if world_size() == 1:
         yield
@@ -112,7 +112,7 @@ def noting() -> Iterator[None]:
 
 
 def noting_each(batches: Iterable[_T]) -> Iterator[_T]:
-    """Iterate within `noting`."""
+    """Yield batches, each fetched within `noting`."""
     iterator = iter(batches)
     while True:
         with noting():
@@ -123,6 +123,7 @@ def noting_each(batches: Iterable[_T]) -> Iterator[_T]:
 
 
 def _place() -> str:
+    """Return the name of the present step, under which ranks publish errors."""
     return f"step {_left.steps}"
 
 
@@ -132,7 +133,7 @@ def _is_of_waiting(error: Exception) -> bool:
 
 
 def elsewhere(rank: int, kind: str, message: str) -> GhostClipError:
-    """Return the error that the other ranks raise where a rank does not go on, of its class if it is the library's."""
+    """Return the error that other ranks raise where a rank does not go on, of the same class if it is ours."""
     error_type = getattr(errors, kind, None)
     if not (isinstance(error_type, type) and issubclass(error_type, GhostClipError)):
         error_type = InvalidOptionError
@@ -142,7 +143,7 @@ def elsewhere(rank: int, kind: str, message: str) -> GhostClipError:
 
 
 def require_company() -> None:
-    """Refuse to meet ranks that may still wait at a point that this one has left, and would take this for it."""
+    """Refuse an exchange with ranks that may still wait at a point that this rank has left with an error."""
     point = _left.place
     # A group of another run knows nothing of it.
     if not point or _left.group != id(distributed.group.WORLD):
@@ -169,10 +170,12 @@ def _all_left(point: str) -> bool:
 
 
 def _key(rank: int, point: str) -> str:
+    """Return the store's key for a rank's error at a point."""
     return f"ghostclip/left/{rank}/{point}"
 
 
 def _leave(point: str, error: Exception, *, waited: bool) -> None:
+    """Record and publish that this rank has left a point with an error."""
     if world_size() == 1:
         return
     _left.group, _left.place, _left.reason, _left.is_alone = id(distributed.group.WORLD), point, str(error), False
@@ -180,6 +183,7 @@ def _leave(point: str, error: Exception, *, waited: bool) -> None:
 
 
 def _say(point: str, error: Exception, *, waited: bool) -> None:
+    """Publish an error of this rank; `waited`: it left because another did not come."""
     # `waited`: it left because another one did not come. The process that holds the store may be gone: then the error
     # that counts is this rank's own.
     with contextlib.suppress(RuntimeError):
@@ -282,7 +286,7 @@ def refusals_shared(what: str, group: Group = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling(what: str, group: Group = None) -> Iterator[None]:
-    """Send what this rank raises inside to the others' next exchange; without an error nothing is sent."""
+    """Within the block, send what this rank raises to the others' next exchange; without an error send nothing."""
     try:
         yield
     except Exception as error:
@@ -356,7 +360,7 @@ _ALIKE: Final = {
 
 
 class Share(NamedTuple):
-    """Contribution of one rank to a step."""
+    """What one rank contributes to a step, and what all ranks must agree on before it is released."""
 
     rows: int  # samples that the model saw on this rank since the last release
     draw: int = -1  # number of the draw whose batch this rank was handed; -1 if it was handed none
@@ -411,6 +415,7 @@ def digest_of(text: str) -> int:
 
 
 def _require_consistent(shares: Sequence[Share], copies: int) -> None:
+    """Refuse shares that differ in draw, noise, bound or optimizer, or whose rows do not add up."""
     first = shares[0]
     for rank, other in enumerate(shares):
         if (other.std, other.sensitivity) != (first.std, first.sensitivity):
@@ -450,6 +455,7 @@ def _shares(share: Share | None, group: Group) -> list[Share | None]:
 
 
 def _packed(share: Share | None) -> list[int]:
+    """Return a share as integers."""
     if share is None:
         return [_REFUSES] + [0] * len(Share._fields)
     # The bits of a float: ranks must have the same one.
@@ -457,6 +463,7 @@ def _packed(share: Share | None) -> list[int]:
 
 
 def _unpacked(numbers: list[int]) -> Share | None:
+    """Return a share from integers; None for a rank that refuses."""
     if numbers[0] != _GOES_ON:
         return None  # also what a rank at another point of the program has sent in its place
     std, sensitivity = struct.unpack("2d", struct.pack("2q", *numbers[4:6]))

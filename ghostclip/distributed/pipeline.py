@@ -51,7 +51,7 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> Size:
-        """Return that of a parameter's sum."""
+        """Return that of a parameter's clipped sum."""
         return cls(parameter.numel(), torch.promote_types(parameter.dtype, torch.float32))
 
 
@@ -117,6 +117,7 @@ class StageNoise(SharedNoise):
         ]
 
     def _add_some(self, pack: Sequence[torch.Tensor], mine: Sequence[bool], std: float) -> None:
+        """Add noise to a pack of small sums of which some are this rank's."""
         flat_N = torch.cat([tensor.reshape(-1) for tensor in pack])
         self._source.add_(flat_N, std)
         parts = flat_N.split([tensor.numel() for tensor in pack])
@@ -212,6 +213,7 @@ class PipelineClipper:
         require_agreement("max_grad_norm and loss_reduction", clipping, group)
 
     def _require_separate(self) -> None:
+        """Refuse stages whose parameters or gradients are not each one stage's own."""
         owners: dict[nn.Parameter, int] = {}
         here = {stage.stage_index for stage in self._stages}
         for stage in self._stages:
@@ -287,6 +289,7 @@ class PipelineClipper:
             self._conclude(records, pairs[0][0], sum(pairs[0][0]) if samples is None else samples)
 
     def _conclude(self, records: Sequence[_Record], sizes: Sequence[int], samples: int) -> None:
+        """Add up squared norms over all stages, and form each stage's clipped sums."""
         squares = torch.zeros(sum(sizes), dtype=torch.float64, device=self._stages[0].device)
         for record in records:
             squares += record.squares().to(squares.device)
@@ -358,7 +361,7 @@ class PipelineClipper:
         return StageNoise(source, sizes, indices, copies=world_size(self._group), groups=groups)
 
     def _places(self, parameters: Sequence[nn.Parameter]) -> tuple[list[Size], list[int]]:
-        """Return what noise depends on of all stages' sums, by stage, and which of them are of some parameters."""
+        """Return (sizes of all stages' sums in order, indices of these parameters' among them)."""
         stage_of = {id(p): stage.stage_index for stage in self._stages for p in stage.submod.parameters()}
         local = [(stage_of[id(p)], number, Size.of(p)) for number, p in enumerate(parameters)]
         # Stages are on one rank each, so that a number belongs to one parameter of its stage.
@@ -379,7 +382,7 @@ class PipelineClipper:
 
 @contextmanager
 def _as_refused() -> Iterator[None]:
-    """Raise a stage's refusal itself instead of the failure that a schedule makes of it."""
+    """Within the block raise a stage's refusal instead of the schedule's error around it."""
     try:
         yield
     except Exception as error:
@@ -389,7 +392,7 @@ def _as_refused() -> Iterator[None]:
 
 
 class _Record:
-    """The backwards of one stage in one step, by number of the microbatch."""
+    """The held backwards of one stage in one step, by microbatch."""
 
     def __init__(self, stage: Stage, clipper: GhostClipper) -> None:
         self.clipper = clipper
@@ -404,9 +407,11 @@ class _Record:
         return size if samples is None else min(size, max(0, samples - before))
 
     def in_order(self) -> list[PendingBackward]:
+        """Return the held backwards in the order of the microbatches."""
         return [self.held[number] for number in sorted(self.held)]
 
     def sizes(self) -> list[int]:
+        """Return the microbatches' numbers of samples."""
         if not self.held:
             raise GhostClipError(
                 f"stage {self._number}: no backward ran in this step of the pipeline. Call the schedule's step, once, "
@@ -415,13 +420,14 @@ class _Record:
         return [pending.forward.batch_size for pending in self.in_order()]
 
     def squares(self) -> Tensor:
+        """Return this stage's part of every sample's squared norm."""
         norms = [pending.total.norm_GB(pending.forward.batch_size)[0] for pending in self.in_order()]
         return torch.cat([norm_B.double() for norm_B in norms]).square_()
 
 
 @contextmanager
 def _recording(stage: Stage, clipper: GhostClipper, samples: int | None) -> Iterator[_Record]:
-    """Note each microbatch's backward, and request none of its weight gradients."""
+    """Within the block hold each microbatch's backward, and postpone no weight gradients."""
     record, forward, backward = _Record(stage, clipper), stage.forward_one_chunk, stage.backward_one_chunk
 
     @functools.wraps(forward)
@@ -479,6 +485,7 @@ def _of_whole_gradients(policy: ClipPolicy) -> ClipPolicy:
 
 
 def _require_every_stage(numbers: Sequence[tuple[int, int]]) -> None:
+    """Refuse ranks that do not together have each stage once."""
     if sorted(numbers) != [(number, len(numbers)) for number in range(len(numbers))]:
         listing = ", ".join(f"{number} of {count}" for number, count in sorted(numbers)) or "none"
         raise InvalidOptionError(
@@ -488,6 +495,7 @@ def _require_every_stage(numbers: Sequence[tuple[int, int]]) -> None:
 
 
 def _total(square_B: Tensor) -> GroupNorms:
+    """Return norms from squared norms over all stages."""
     total = GroupNorms({})
     total.add("", SquaredNorm(square_B, None, None))
     return total

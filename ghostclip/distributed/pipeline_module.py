@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def _of_first(name: str) -> Any:
-    """Return a property, or the methods, of `GhostClipper` that the first stage answers for all."""
+    """Return a property that reads an attribute of `GhostClipper` from the first stage's."""
     return property(lambda stages: getattr(stages._first, name), doc=f"See `GhostClipper.{name}`.")
 
 
@@ -56,6 +56,7 @@ class StagesClipper:
 
     # All stages see the same samples: counts are those of the first, and each parameter's sum is its stage's.
     def __init__(self, model: nn.Module, pipeline: PipelineClipper, shares: Shares) -> None:
+        """Serve the clippers of this rank's stages as one."""
         self.shares = shares  # how the ranks share each batch
         self.model = model
         self.pipeline = pipeline
@@ -145,7 +146,7 @@ class StagesClipper:
 
 
 class _Rosters(Roster):
-    """Parameters of all stages of a rank, some of which each stage's clipper meets."""
+    """Rosters of all stages of a rank as one."""
 
     def __init__(self, model: nn.Module, parts: Sequence[Roster]) -> None:
         self._parts = parts
@@ -163,7 +164,7 @@ class _Rosters(Roster):
 
 
 class _Joined:
-    """Checks of several models that could not run, as one clause."""
+    """Unrun checks of several models as one text."""
 
     def __init__(self, parts: Sequence[object]) -> None:
         self._parts = parts
@@ -336,7 +337,7 @@ class Pipeline(nn.Module):
         self.clipper.merge_passes(since=begun)
 
     def _run(self, args: Any, kwargs: Any, target: Any, losses: list[Tensor] | None) -> None:
-        """Run one step of the schedule: the first stage takes inputs, the last one targets."""
+        """Run one step of the schedule: inputs go to the first stage, targets to the last."""
         first, last = any(s.is_first for s in self._stages), any(s.is_last for s in self._stages)
         step_losses: list[Tensor] = []
         options: dict[str, Any] = {"target": target, "losses": step_losses} if last else {}
@@ -408,10 +409,12 @@ class Pipeline(nn.Module):
         return {**state, **saved[self._key()], whole: model}
 
     def _key(self) -> str:
+        """Return this rank's stages as text."""
         return ",".join(str(stage.stage_index) for stage in self._stages)
 
 
 def _rows(leaf: Any, *, rows: Sequence[int], size: int) -> Any:
+    """Return rows of a tensor of `size` rows; other values as they are."""
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.dim() == 0 or len(leaf) != size:
@@ -424,4 +427,5 @@ def _rows(leaf: Any, *, rows: Sequence[int], size: int) -> Any:
 
 
 def _on_cpu(leaf: Any) -> Any:
+    """Return a tensor's copy in main memory; other values as they are."""
     return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf

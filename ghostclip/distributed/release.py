@@ -110,6 +110,7 @@ def noisy_parts_(
 
 
 def _box_of(total: torch.Tensor) -> Box:
+    """Return which part of a sum this rank has."""
     if _torch.is_sharded_tensor(total):
         return placement_of("sum", total).here
     shape = tuple(total.shape)
@@ -117,6 +118,7 @@ def _box_of(total: torch.Tensor) -> Box:
 
 
 def _require_wide(tensor: torch.Tensor) -> None:
+    """Refuse sums of 16 bits."""
     if tensor.dtype in {torch.float16, torch.bfloat16}:
         raise InvalidOptionError(f"sum of {tensor.dtype}: clipped sums are kept and added up in float32 at least.")
 
@@ -160,11 +162,12 @@ class SharedNoise:
     # Given to the private optimizer of every rank it makes their steps equal: each rank's sum becomes the noisy sum
     # over the whole logical batch.
     def __init__(self, source: KeyedNoise, group: Group = None, shares: Shares | None = None) -> None:
+        """Share rank 0's noise among the ranks of a group; `shares`: how these share each batch."""
         require_agreement("noise_generator", "none" if source.generator is None else "given", group)
         share_noise(source, group)
         self._source = source
         self._group = group
-        self._agreed = True
+        self._agreed = True  # whether ranks are known to have one noise
         self._groups: Sequence[Group] = (group,) if shares is None else shares.groups
         if shares is not None:
             self._copies = shares.copies
@@ -187,6 +190,7 @@ class SharedNoise:
         self._noisy_sums_(tensors, std)
 
     def _noisy_sums_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
+        """Add up sums and add noise, whole on all ranks or each rank's part of them."""
         if any(map(_torch.is_sharded_tensor, tensors)) or (self._copies > 1 and self._groups != (self._group,)):
             noisy_parts_(tensors, std, self._source, groups=self._groups)
         else:

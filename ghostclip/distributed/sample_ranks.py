@@ -55,7 +55,7 @@ _DIFFER: Final = (
 
 @dataclass(frozen=True)
 class Shares:
-    """How ranks share each batch."""
+    """How ranks share each batch: its number of shares, this rank's, and how many ranks have the same one."""
 
     count: int  # number of shares that a batch is dealt into
     number: int  # this rank's share
@@ -130,6 +130,7 @@ class SampleRanks:
     """Ranks that work on the same samples, each with a part of each sample's gradient."""
 
     def __init__(self, mesh: DeviceMesh, model: nn.Module, divided: Iterable[str], shares: Shares) -> None:
+        """Serve the ranks along a mesh; `divided`: parameters of which each rank has a part."""
         self._group = mesh.get_group()
         self._will_name = self._differ = False
         self.is_first = mesh.get_local_rank() == 0  # the rank whose squares of whole parameters count
@@ -152,7 +153,7 @@ class SampleRanks:
         return name in self._divided
 
     def begin(self, *, will_name: bool) -> None:
-        """Note whether `require_equal_sums` follows the backward of this forward."""
+        """Set whether `require_equal_sums` follows the backward of this forward."""
         self._will_name, self._differ = will_name, False
 
     def add_up(self, local: Tensor) -> Tensor:
@@ -204,6 +205,7 @@ class SampleRanks:
             raise UnsupportedModelError(_DIFFER.format("a parameter that is not divided"))
 
     def _flat_sum(self, total: Tensor | None, name: str) -> Tensor:
+        """Return a clipped sum flat in float64, zeros for a missing one."""
         if total is None:
             return torch.zeros(self._local_sizes[name], dtype=torch.float64, device=self.device)
         return _torch.local(total).flatten().double()
@@ -346,7 +348,7 @@ class SplitSequences:
         return Dense(self._added_up(factor.materialize()))
 
     def _brought(self, part_NTI: Tensor, *, slots: int) -> Tensor:
-        """Gather all positions of a sample on its rank: ``(B·S, T, I)`` to ``(B/R·S, R·T, I)``."""
+        """Exchange positions so that a sample's are all on its rank: ``(B·S, T, I)`` to ``(B/R·S, R·T, I)``."""
         sent = self._padded(part_NTI.unflatten(0, (-1, slots)))
         received = torch.empty_like(sent)
         distributed.all_to_all_single(received, sent, group=self.group)
@@ -355,21 +357,25 @@ class SplitSequences:
         return parts.transpose(0, 1).flatten(1, 2)
 
     def _added_up(self, part_BP: Tensor) -> Tensor:
-        """Add up the parts of a sample's gradient on its rank: ``(B, *P)`` to ``(B/R, *P)``."""
+        """Reduce-scatter gradients so that a sample's is whole on its rank: ``(B, *P)`` to ``(B/R, *P)``."""
         sent = self._padded(part_BP)
         received = sent.new_empty(sent.shape[0] // self.ranks, *sent.shape[1:])
         distributed.reduce_scatter_tensor(received, sent, group=self.group)
         return received
 
     def _padded(self, part: Tensor) -> Tensor:
+        """Return a part with samples added so that ranks share them evenly."""
         missing = -part.shape[0] % self.ranks
         nothing = part.new_zeros(missing, *part.shape[1:])
         return (torch.cat([part, nothing]) if missing else part).contiguous()
 
 
 class _AllPositions(torch.autograd.Function):
+    """Autograd function that gathers the positions of all ranks."""
+
     @staticmethod
     def forward(ctx: Any, part_BT: Tensor, group: Group, ranks: int) -> Tensor:
+        """Gather positions."""
         ctx.group, ctx.ranks = group, ranks
         found_RBT = part_BT.new_empty(ranks * part_BT.shape[0], *part_BT.shape[1:])
         distributed.all_gather_into_tensor(found_RBT, part_BT.contiguous(), group=group)
@@ -377,6 +383,7 @@ class _AllPositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Return this rank's positions of the gradient, summed over all ranks."""
         grad_RBT = grads[0].unflatten(1, (ctx.ranks, -1)).transpose(0, 1).flatten(0, 1).contiguous()
         own_BT = grad_RBT.new_empty(grad_RBT.shape[0] // ctx.ranks, *grad_RBT.shape[1:])
         distributed.reduce_scatter_tensor(own_BT, grad_RBT, group=ctx.group)

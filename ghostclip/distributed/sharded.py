@@ -51,7 +51,7 @@ _EXCHANGE_TOKENS: Final = frozenset({"EpDispatchExpertsParallel"})
 
 
 def local_and_partial(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
-    """Return names of parameters used as plain local parts, and of those whole on all ranks with partial gradients."""
+    """Return names of parameters used as plain local parts, and of whole ones with partial gradients."""
     # The modules of the former bring the results together themselves. Refuses a module that sends tokens to experts of
     # other ranks.
     brought_together: set[str] = set()
@@ -81,6 +81,7 @@ def _closed_over(function: Any, name: str) -> Any:
 
 
 def _runs_on_parts(style: Any, module: nn.Module) -> bool:
+    """Return whether a parallel style computes with local parts of a module's parameters."""
     with torch.enable_grad():
         return bool(style.should_use_local_tensors(module))
 
@@ -100,21 +101,22 @@ class _Sent:
 
 
 class ShardDelivery:
-    """Sends buckets in one order on all ranks, each as soon as it and those before it are full."""
+    """Reduce-scatters clipped sums in buckets, in one order on all ranks, each as soon as it is full."""
 
     # Ranks may differ in which parameters their samples have met, and in the order of their sums: an expert without a
     # token, a layer that had to be measured again. Buckets come in the order in which a backward completes them.
     def __init__(self, buckets: Sequence[Bucket]) -> None:
+        """Deliver the parameters of these buckets, nothing waiting."""
         self._buckets = buckets
         self._held = {id(p): number for number, bucket in enumerate(buckets) for p, _ in bucket}
-        self._waiting: dict[int, Tensor] = {}
-        self._next = 0
-        self._sent: list[_Sent] = []
-        self._arrived: list[tuple[nn.Parameter, Tensor]] = []
-        self._at_once = True
+        self._waiting: dict[int, Tensor] = {}  # sums that were not sent yet, by `id` of the parameter
+        self._next = 0  # number of the bucket that is sent next
+        self._sent: list[_Sent] = []  # under way
+        self._arrived: list[tuple[nn.Parameter, Tensor]] = []  # parts of the sums over all ranks
+        self._at_once = True  # whether buckets may be sent before all sums are formed
 
     def takes(self, parameter: nn.Parameter) -> bool:
-        """Return whether the ranks have a parameter in parts."""
+        """Return whether a parameter is divided among ranks, so that its sum is delivered."""
         return id(parameter) in self._held
 
     def number(self, parameter: nn.Parameter) -> int:
@@ -133,7 +135,7 @@ class ShardDelivery:
         self._waiting[id(parameter)] = whole if before is None else before.add_(whole)
 
     def send(self) -> None:
-        """Send full buckets, once nothing else refers to the sums."""
+        """Start the reductions of full buckets in order; nothing else may refer to their sums."""
         while self._at_once and self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
             self._send(self._buckets[self._next])
 
@@ -155,10 +157,11 @@ class ShardDelivery:
         self._next = 0
 
     def _is_full(self, bucket: Bucket) -> bool:
+        """Return whether all trainable parameters of a bucket have their sums."""
         return all(id(p) in self._waiting for p, _ in bucket if p.requires_grad)
 
     def _send(self, bucket: Bucket) -> None:
-        """Send a bucket, once the one before has arrived: it was under way while the sums of this one were formed."""
+        """Start the reduction of a bucket, once the one before has arrived."""
         self._next += 1
         while self._sent:
             self._receive(self._sent.pop(0))
@@ -180,6 +183,7 @@ class ShardDelivery:
         self._sent.append(_Sent(trainable, out, work, source if work is not None else None))
 
     def _whole(self, parameter: nn.Parameter, placement: Placement, device: torch.device) -> Tensor:
+        """Return the waiting sum of a parameter, zeros for a missing one."""
         total = self._waiting.pop(id(parameter), None)
         if total is None:
             return torch.zeros(placement.shape, dtype=_wide(parameter), device=device)
@@ -235,6 +239,7 @@ def _rank_part_of(out: Tensor, start: int, placement: Placement) -> tuple[Tensor
 
 
 def _device_of(placement: Placement) -> torch.device:
+    """Return the device of a mesh on this rank."""
     kind = placement.mesh.device_type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
@@ -243,6 +248,7 @@ class ShardedModel:
     """Model whose parameters are divided among ranks, and the delivery of its clipped sums; called on all ranks."""
 
     def __init__(self, model: nn.Module, *, sample_mesh_axes: Collection[str] | None = None) -> None:
+        """Read placements and buckets off a model; `sample_mesh_axes`: along which ranks share samples."""
         # modules whose parameters are gathered for their calls
         self.units: Sequence[nn.Module] = _torch.gathered_modules(model)
         self.rest()
@@ -259,11 +265,11 @@ class ShardedModel:
         self.shares: Shares = shares_of(self.placements, self._data, shared)
         # ranks that work on the same samples; None where each has samples of its own
         self.shared_samples: SampleRanks | None = None if shared is None else self._sample_ranks(model, shared)
-        self._number = 0
+        self._number = 0  # of the forward
         self._leaving = Leaving()
-        self._proved = [False] * world_size()
-        self._schedule: CheckSchedule | None = None
-        self._restore: list[Callable[[], None]] = []
+        self._proved = [False] * world_size()  # by rank, whether it has proved a forward
+        self._schedule: CheckSchedule | None = None  # when forwards are proved again
+        self._restore: list[Callable[[], None]] = []  # free what was gathered
         # whether the latest forward is proved although no rank has met anything new
         self._is_open = self._is_held = self._is_due = self._proves = self.proves_again = False
         self.wants_proof = False  # whether this rank has met something new in a forward that was not one to be proved
@@ -315,7 +321,7 @@ class ShardedModel:
         return Placement(self._data, tuple(data), _part_of(placement))
 
     def _note_shared(self, name: str, placement: Placement) -> None:
-        """Note the mesh of the ranks that share samples, one for all parameters."""
+        """Record the mesh of ranks that share samples, one for all parameters."""
         numbers = [number for number, axis in enumerate(placement.axes) if axis.same_samples]
         if not numbers:
             return
@@ -331,6 +337,7 @@ class ShardedModel:
         self._shared = mesh if before is None else before
 
     def _sample_ranks(self, model: nn.Module, mesh: Any) -> SampleRanks:
+        """Return the ranks that share samples, with the names of parameters divided among them."""
         divided = {
             name
             for name, placement in self.placements.items()
@@ -349,7 +356,7 @@ class ShardedModel:
     # -- proofs of forwards ---------------------------------------------------------------------------------------
 
     def agree_to_ask(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
-        """Decide, with all ranks, whether a forward is one to ask for evidence; if so, gather everything for it."""
+        """Decide, with all ranks, whether to prove the coming forward; if so, gather all parameters."""
         # Until every rank has asked once, all say in each forward whether they can (`able`: enough samples to prove
         # anything): one exchange. From then on it is one of a schedule, whose seed all know and nobody else does, and
         # those that follow a step in which a rank said that it has met something new.
@@ -376,7 +383,7 @@ class ShardedModel:
         return asks and able
 
     def may_ask(self) -> bool:
-        """Return whether a forward is one that all ranks prove, with everything gathered; else ask for a later one."""
+        """Return whether all parameters are gathered to prove this forward; else ask for that in a later one."""
         # What a rank meets for the first time in another forward (an expert, or rows of a table of tokens, whose first
         # tokens come late) must not make it run or gather anything alone.
         self.wants_proof |= not self._is_held
@@ -407,7 +414,7 @@ class ShardedModel:
         return holds if self.shared_samples is None else self.shared_samples.any(holds)
 
     def look_at(self, sums: Callable[[], Mapping[str, Tensor | None]]) -> None:
-        """Compare, after a forward that was proved, the clipped sums of parameters that should be equal on ranks."""
+        """Compare between ranks, after a proved forward, clipped sums of parameters that should be equal."""
         proves, self._proves = self._proves, False
         if proves and self.shared_samples is not None:
             self.shared_samples.require_equal_sums(sums())
@@ -421,7 +428,7 @@ class ShardedModel:
         return telling("proofs of the forward") if world_size() > 1 else nullcontext()
 
     def tell_failure(self) -> None:
-        """Let the others raise in `together` that this rank's forward has failed."""
+        """Have the other ranks raise in `together` that this rank's forward has failed."""
         if self._is_open:
             self._is_open = False
             # A hook that runs while the error is handled.
@@ -444,7 +451,7 @@ class ShardedModel:
         return gathered(what, value)
 
     def rest(self) -> None:
-        """Reshard the model, so that it has the parameters that an optimizer refers to."""
+        """Free gathered parameters, so that the model holds those that an optimizer refers to."""
         for unit in self.units:
             unit.reshard()  # type: ignore[operator]
 

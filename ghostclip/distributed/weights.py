@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class MeshAxis(NamedTuple):
-    """One axis of a device mesh, as one parameter lies along it."""
+    """How one parameter lies along one axis of a device mesh."""
 
     name: str
     """As the mesh calls it; its number where it has no names."""
@@ -99,6 +99,7 @@ class Placement:
 
     @property
     def ranks(self) -> int:
+        """Ranks on the mesh."""
         return prod(axis.size for axis in self.axes)
 
     @cached_property
@@ -196,7 +197,7 @@ def refuse_sharded(module: nn.Module) -> None:
 
 
 class _WeightEntry(NamedTuple):
-    """Properties of one parameter or buffer that ranks compare."""
+    """What ranks compare of one parameter or buffer."""
 
     name: str
     layout: str
@@ -262,20 +263,23 @@ def digests(model: nn.Module) -> list[int]:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return parameters, then buffers, by name."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _layout(tensor: torch.Tensor) -> str:
+    """Return shape, dtype and placement as text."""
     placed = f" {tensor.placements}" if _torch.is_sharded_tensor(tensor) else ""  # type: ignore[attr-defined]
     return f"{tuple(tensor.shape)} {tensor.dtype}{placed}"
 
 
 def _part(name: str, tensor: torch.Tensor) -> str:
+    """Return which part of a DTensor this rank has, as text; empty for a plain tensor."""
     return str(placement_of(name, tensor).here) if _torch.is_sharded_tensor(tensor) else ""
 
 
 def _difference(ranks: Sequence[Sequence[_WeightEntry]]) -> str:
-    """Return what ranks cannot both have of one model, and the remedy; empty where there is nothing."""
+    """Return how the ranks' models differ, and the remedy; empty where they do not."""
     layouts = [{entry.name: entry.layout for entry in entries} for entries in ranks]
     for rank, layout in enumerate(layouts):
         if list(layout.items()) != list(layouts[0].items()):

@@ -69,7 +69,7 @@ _TAKES: Final = frozenset({"index", "index_select"})
 
 
 def analysed(traced: Traced, grown: Traced, inputs: Inputs, batch_size: int) -> Axes:
-    """Compare the graph of a batch with that of one sample more, and return the sample axis of every value."""
+    """Compare the graph of a batch with that of one more sample; return the sample axis of every value."""
     pairs = _paired(traced.graph, grown.graph)
     reader = _Reader(batch_size, pairs, inputs)
     for node in pairs:
@@ -79,7 +79,7 @@ def analysed(traced: Traced, grown: Traced, inputs: Inputs, batch_size: int) -> 
 
 
 def _paired(graph: fx.GraphModule, grown: fx.GraphModule) -> dict[fx.Node, fx.Node]:
-    """Yield the nodes of a graph with their counterparts."""
+    """Return each node of a graph with its counterpart in the graph of one more sample."""
     nodes, other = list(graph.graph.nodes), list(grown.graph.nodes)
     alike = len(nodes) == len(other) and all(
         (one.op, str(one.target)) == (two.op, str(two.target)) or one.op in ("placeholder", "get_attr")
@@ -116,9 +116,10 @@ def named(node: fx.Node) -> str:
 
 
 class _Reader:
-    """Reader of the nodes of a graph, in order."""
+    """Finds, node by node in order, where samples lie and what depends on them."""
 
     def __init__(self, batch_size: int, pairs: dict[fx.Node, fx.Node], inputs: Inputs) -> None:
+        """Begin with the sample axes of the inputs."""
         self.layouts: dict[fx.Node, SampleLayout | None] = {}
         self.depends: set[fx.Node] = set()
         self._batch_size, self._pairs = batch_size, pairs
@@ -130,7 +131,7 @@ class _Reader:
         }
 
     def read(self, node: fx.Node) -> None:
-        """Note where a node's samples lie, and whether it depends on any."""
+        """Find a node's sample axis, and whether it depends on samples."""
         value = node.meta.get("val")
         if node.op == "output" or value is None:
             return
@@ -142,6 +143,7 @@ class _Reader:
             self._refuse_along(node)
 
     def _depends(self, node: fx.Node, value: Any) -> bool:
+        """Return whether a node's value depends on samples."""
         if node.op != "call_function":
             return node in self._given
         if node.target is operator.getitem:
@@ -161,6 +163,7 @@ class _Reader:
                 raise NoGraphError(f"{named(node)} is given {one} where one sample more makes it {other}: it follows B")
 
     def _layout(self, node: fx.Node, value: Tensor) -> SampleLayout | None:
+        """Return where samples lie in a value: along the axis that grows with one more sample; None without one."""
         shape, grown = tuple(value.shape), tuple(self._pairs[node].meta["val"].shape)
         axes = [axis for axis, size in enumerate(shape) if len(grown) == len(shape) and grown[axis] != size]
         if not axes and shape == grown:
@@ -230,7 +233,7 @@ def _numbers(node: fx.Node) -> list[Any]:
 def _seen_through(
     node: fx.Node, axis: int, rows: int, source: fx.Node, layout: SampleLayout, *, batch_size: int
 ) -> SampleLayout:
-    """Return the layout of a view from that of its base: no element moves."""
+    """Return the sample layout of a view from that of its base."""
     before, after = shape_of(source), shape_of(node)
     outer = prod(before[: layout.axis]) * layout.outer
     lead = prod(after[:axis])
@@ -243,7 +246,7 @@ def _seen_through(
 
 
 def _summed(graph: fx.GraphModule, reader: _Reader, trainable: int) -> frozenset[fx.Node]:
-    """Return the values that are sums over samples and lead to gradients; what samples depend on must be none."""
+    """Return the values that are sums over samples and lead to gradients; refuse others that lose the sample axis."""
     ends = outputs_of(graph)[: 1 + trainable]
     summed = frozenset(_ancestors(ends[1:], lambda node: node in reader.depends and not _has_axis(node, reader)))
     of_losses = set(_ancestors(ends[:1]))

@@ -63,7 +63,7 @@ _NAMESPACES: Final = ("aten", "prims", "prim")
 
 
 class NoKeyError(Exception):
-    """One description may stand for different things in other processes."""
+    """A value has no description that is the same in every process, so that its graph is not cached."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def entry_of(graph: fx.GraphModule, axes: Axes, *others: object) -> CacheEntry |
 
 
 def _plain(item: Any, numbers: Mapping[fx.Node, int] | None = None) -> Any:
-    """Describe a value, nodes by their numbers, by text that is the same for equal values in every process."""
+    """Return a description of a value that is equal for equal values in every process; nodes by number."""
     kind = type(item)
     if kind in _PLAIN or kind is torch.memory_format:
         return f"{kind.__name__} {item!r}"
@@ -126,12 +126,14 @@ def _plain(item: Any, numbers: Mapping[fx.Node, int] | None = None) -> Any:
 
 
 def _form(value: Any) -> object:
+    """Return a tensor's shape, strides, dtype and device, or a description of another value."""
     if not isinstance(value, Tensor):
         return _plain(value)
     return tuple(value.shape), value.stride(), str(value.dtype), str(value.device)
 
 
 def _nodes(graph: fx.GraphModule, axes: Axes) -> Iterator[object]:
+    """Yield a description of every node of a graph, with where its samples lie."""
     numbers = {node: number for number, node in enumerate(graph.graph.nodes)}
     for node in numbers:
         values = [_form(leaf) for leaf in _torch.tree_leaves(node.meta.get("val"))]
@@ -153,7 +155,7 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> object:
 
 
 def _here(graph: fx.GraphModule) -> object:
-    """Describe torch, the compiler's settings, the processor and all devices of a graph."""
+    """Return a description of torch, the compiler's settings, the processor and the graph's devices."""
     values = (leaf for node in graph.graph.nodes for leaf in _torch.tree_leaves(node.meta.get("val")))
     environment: list[object] = [torch.__version__, torch.version.git_version, _torch.compiler_settings()]
     environment += [platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability()]
@@ -236,7 +238,7 @@ class GraphOptions:
         return _torch.compiled(graph, inputs, self.inductor())
 
     def inductor(self) -> dict[str, Any]:
-        """Return what Inductor is told."""
+        """Return the options for Inductor."""
         # Random operations stay those of the generator, so that seeds mean what they mean without compiling.
         # Sizes and strides are those of its inputs: the batch is of one form and contiguous, parameters are watched.
         return {
@@ -269,7 +271,7 @@ class Part(NamedTuple):
 
 
 class Sizes:
-    """The sizes of physical batches."""
+    """Physical batch sizes that graphs are compiled for, and how a batch is cut into them."""
 
     def __init__(self, sizes: Sequence[int] | None, *, grows: bool = False) -> None:
         self._fixed = sizes is not None and not grows
@@ -294,14 +296,14 @@ class Sizes:
         return parts
 
     def _next(self, left: int) -> int:
-        """Return the largest size that is filled, or the smallest one that takes all remaining samples as cheaply."""
+        """Return the size of the next part: the largest that is filled, or a smaller one that takes all as cheaply."""
         filled = next((size for size in self._sizes if size <= left), self._sizes[-1])
         in_several = -(-left // filled) * filled
         return next((size for size in reversed(self._sizes) if left <= size <= in_several), filled)
 
 
 def part_of(tree: Any, part: Part, whole: int, axis_of: Callable[[Any], int | None], *, padded: bool) -> Any:
-    """Return a part of a batch in the same containers, contiguous where padded to its size."""
+    """Return some samples of a batch in the same containers; with ``padded``, the last one repeated to the size."""
     size = part.size if padded else part.samples
 
     def taken(leaf: Any) -> Any:
@@ -334,7 +336,7 @@ class Outcome:
 
 
 class CompiledStep:
-    """A private step as one graph."""
+    """The private step of one physical batch size as one compiled graph."""
 
     def __init__(  # noqa: PLR0913 - each is a part of what is compiled
         self,
@@ -409,7 +411,7 @@ class CompiledStep:
     def _made(
         self, flat: list[Tensor], axes: Axes, inputs: Inputs, clipping: Clipping, options: GraphOptions
     ) -> Callable[..., Any]:
-        """Rewrite and compile; with all operations in one graph where nested graphs fail."""
+        """Rewrite and compile the graph; without regions where these fail."""
 
         def made(regions: Regions | None) -> Callable[..., Any]:
             self.graph = rewritten(private_step(self.joint, axes, inputs, clipping, regions), flat, regions)
@@ -429,10 +431,11 @@ class CompiledStep:
             raise NoGraphError(f"it cannot be compiled ({type(problem).__name__}: {first_line(problem)})") from problem
 
     def _shared(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of a batch that have no sample axis."""
         return [x for x, axis in zip(tensors, self._in_batch, strict=True) if axis is None]
 
     def matches(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether what samples have in common, in a batch and beside it, is what it was in the trace."""
+        """Return whether all that samples share holds the values that it had in the trace."""
         # A factor on all losses may follow the batch: the eager engine compares it with earlier steps.
         unchanged = all(_version(constant) == version for constant, version in self._constants)
         return unchanged and all(map(same_content, self._shared(tensors), self._common))
@@ -466,6 +469,7 @@ class CompiledStep:
         )
 
     def _valid_B(self, count: int) -> Tensor:
+        """Return which rows of a padded batch are samples."""
         valid_B = self._valid.get(count)
         if valid_B is None:
             whole = self._valid[self.size]
@@ -474,6 +478,7 @@ class CompiledStep:
 
 
 def _version(tensor: Tensor) -> int:
+    """Return a tensor's version, 0 where none is counted."""
     return 0 if tensor.is_inference() else _torch.version(tensor)
 
 

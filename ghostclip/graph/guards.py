@@ -31,9 +31,10 @@ _MISSING: Final = object()
 
 
 class Watched:
-    """A model and its loss in the state in which a graph was traced."""
+    """Records a model and its loss as a graph was traced, to see whether they have changed since."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], loss: Any, constants: Sequence[Tensor]) -> None:
+        """Record tables, attributes and the forms of the tensors that the graph is given."""
         # `constants`: tensors that the graph holds; an attribute that had one must still have it.
         self._slots = [_slot(model, name) for name in names]
         self._about = [_about(owner[key]) for owner, key in self._slots]
@@ -59,7 +60,7 @@ class Watched:
             self._note(getattr(each, "__dict__", {}), seen, _DEPTH)
 
     def _note(self, container: Any, seen: set[int], depth: int) -> None:
-        """Note the values of a list or a dict, nested ones included."""
+        """Record the values of a list or a dict, nested ones included."""
         if id(container) in seen:
             return
         seen.add(id(container))
@@ -131,12 +132,14 @@ def _differs(current: Any, value: Any) -> bool:
 
 
 def _slot(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Return the table that holds a parameter or buffer, and its key there."""
     path, _, key = name.rpartition(".")
     _, parameters, buffers = _torch.tables(model.get_submodule(path))
     return (parameters if key in parameters else buffers), key
 
 
 def _about(tensor: Any) -> tuple[Any, ...]:
+    """Return what of a tensor a graph depends on."""
     if tensor is None:
         return ()
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad

@@ -67,7 +67,7 @@ def simplified(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _from_what_was_computed(node: fx.Node) -> None:
-    """Let each view start from the computed value: a compiler follows each step of a chain several times."""
+    """Replace a chain of views by one view of the computed value, which a compiler follows once."""
     name = operation(node)
     if name in _SAME:
         _replaced(node, first_of(node))
@@ -92,7 +92,7 @@ def _from_what_was_computed(node: fx.Node) -> None:
 
 
 def _in_one_copy(node: fx.Node) -> None:
-    """Let the steps of a sequence be concatenated in the order that is read, instead of a permuted copy afterwards."""
+    """Replace concatenated steps that are permuted afterwards by one stack in the order that is read."""
     name = operation(node)
     if name == "cat" and len(pieces := cast("list[fx.Node]", node.args[0])) > 1:
         axis = cast("int", node.args[1]) % len(shape_of(node)) if len(node.args) > 1 else 0
@@ -112,6 +112,7 @@ def _in_one_copy(node: fx.Node) -> None:
 
 
 def _becomes(node: fx.Node, target: Any, *args: fx.node.Argument) -> None:
+    """Change a node's operation and arguments."""
     node.target, node.args, node.kwargs = target, args, {}
 
 
@@ -127,7 +128,7 @@ def _axes_of(node: fx.Node) -> list[int]:
 
 
 def _once_each(graph: fx.Graph) -> None:
-    """Merge operations on the same values: layers that share an input, or an output's gradient."""
+    """Merge equal operations on the same values, as of layers that share an input."""
     # Outputs are left as they are: each sum has memory of its own.
     returned = set(graph.output_node().all_input_nodes)
     for node in reversed(graph.nodes):
@@ -150,7 +151,7 @@ def _replaced(node: fx.Node, source: fx.Node) -> None:
 
 
 def _add_bias_by_itself(graph: fx.Graph, node: fx.Node) -> None:
-    """Add a bias where a product is read: by itself, a product on a CPU would be written once more for it."""
+    """Split a product with a bias in two, so that a CPU adds the bias where the product is read."""
     bias, *factors = cast("tuple[fx.Node, ...]", node.args)
     shape, value = shape_of(node), node.meta["val"]
     # Of 16 bits the product would be rounded before the bias is added.
@@ -198,7 +199,7 @@ class _Region:
         self._function, self.number = function, next(_numbers)
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors of the result, and note its other values."""
+        """Run the function and return the tensors of its result; the other values are kept for `result`."""
         self._leaves, self._spec = _torch.tree_flatten(self._function(*tensors))
         # Of a tuple, and no list, a compiler keeps what is known of its tensors.
         return tuple(leaf for leaf in self._leaves if isinstance(leaf, Tensor))
@@ -213,6 +214,7 @@ _known: Final[WeakValueDictionary[int, _Region]] = WeakValueDictionary()
 
 
 def _shapes(inputs: Sequence[Tensor], number: int) -> list[Tensor]:
+    """Return empty tensors of a region's results, for tracing."""
     return [torch.empty_like(result) for result in _known[number].run(*inputs)]
 
 
@@ -265,7 +267,7 @@ SideBySide = dict[tuple[str, ...], list[Factor]]
 
 
 def kept(factors: Kept, room: int) -> Kept:
-    """Return factors in the form in which they are stored until the clipped sum, several of one form as one."""
+    """Return factors as they are stored until the clipped sum: concatenated, or formed where that is quicker."""
     # `room`: bytes that all of them may take where larger forms are quicker.
     forms = {
         name: [_formed(use) for use in (joined(uses) if len(uses) > 1 else uses)] for name, uses in factors.items()
@@ -281,7 +283,7 @@ def kept(factors: Kept, room: int) -> Kept:
 
 
 def side_by_side(by_name: Kept, alike: Callable[[str], Hashable]) -> SideBySide:
-    """Return factors in which small parameters' gradients are concatenated, one row for each sample."""
+    """Concatenate the gradients of small parameters, one row per sample, so that one norm and sum serve all."""
     # `alike` returns, by name, what must be equal for all that are joined.
     small: defaultdict[Hashable, list[str]] = defaultdict(list)
     rest: SideBySide = {}
@@ -298,7 +300,7 @@ def side_by_side(by_name: Kept, alike: Callable[[str], Hashable]) -> SideBySide:
 
 
 def _formed(factor: Factor, *, always: bool = False) -> Factor:
-    """Return what `smaller_form` does; transposed where rows are the longer ones, which a CPU forms more quickly."""
+    """Return the formed gradients where `smaller_form` would, transposed where a CPU forms that more quickly."""
     if type(factor) is Outer and factor.slots == 1 and len(factor.shape) == 2 and factor.sizes[0] > 1:
         _, inputs, outputs = factor.sizes
         if outputs > inputs and factor.a_NTI.device.type == "cpu" and (always or factor.stores_gradient()):
@@ -375,6 +377,7 @@ class _Factored(fx.Interpreter):
         self._axes = axes
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node; where it sums over samples, put factors in the place of the sum."""
         if n.op != "call_function" or n.target is operator.getitem:
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -391,11 +394,13 @@ class _Factored(fx.Interpreter):
         return SampleSum(n.target, values[0], values[1], self._axes.batch_size).run()
 
     def _valued(self, item: Any) -> Any:
+        """Return a node's value with its sample axis; anything else as it is."""
         if not isinstance(item, fx.Node):
             return item
         return Value(self.env[item], self._axes.layouts.get(item))
 
     def _after_sums(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Apply an operation to sums over samples, factor by factor; refuse one that is not linear."""
         if any(parent in self._axes.depends and parent not in self._axes.summed for parent in n.all_input_nodes):
             raise NoGraphError(f"{n.target} brings a sum over samples and samples themselves together: they mix")
         if operation(n) in _INTO and not _is_zero(n.args[0]):
@@ -495,7 +500,7 @@ def private_step(
 
 
 def _norms(factors: SideBySide, layout: Layout, regions: Regions | None) -> GroupNorms:
-    """Return the norms of samples from the factors of all parameters."""
+    """Return the samples' norms from all factors, norms of one form as a region."""
     total = GroupNorms(layout.group_of)
     forms = Counter(_form_of(factor) for uses in factors.values() for factor in uses)
     # Names that share factors share a clip group: the first one stands for all.
@@ -528,12 +533,14 @@ def _form_of(factor: Factor) -> _Form | None:
 
 
 def _sides(factor: Factor) -> tuple[Tensor, Tensor]:
+    """Return input and output gradient of a factor that is an outer product."""
     core = factor.inner if isinstance(factor, Permuted) else factor
     assert isinstance(core, Outer)
     return core.a_NTI, core.g_NTO
 
 
 def _squared_norm(slots: int, a_NTI: Tensor, g_NTO: Tensor) -> SquaredNorm:
+    """Return the squared norms of outer products; the function of a region."""
     shape = (slots, g_NTO.shape[2], a_NTI.shape[2])
     return Outer(a_NTI, g_NTO, shape=shape, slots=slots).sqnorm()
 
@@ -560,4 +567,5 @@ def rewritten(
 
 
 def _functional(step: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace a function into a simplified graph without in-place operations."""
     return simplified(_torch.traced(_torch.functional(step), inputs))

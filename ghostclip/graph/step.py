@@ -304,7 +304,7 @@ class GraphStep:
         states.restore()
 
     def _eager_alone(self, tree: Any, samples: int, *, is_cut: bool = False) -> str | None:
-        """Return why no graph could be used for a batch at all."""
+        """Return why no graph of any size can compute a batch; None if one may."""
         if samples < 2:
             return "a batch of fewer than two samples shows no sample axes"
         if not self.clipper.completes_alone:
@@ -319,7 +319,7 @@ class GraphStep:
         return _LISTS if is_cut and has_lists(tree, batch_size=samples, axis=self.clipper.axis) else None
 
     def _part(self, tree: Any, part: Part) -> Any:
-        """Compute one physical batch."""
+        """Compute one physical batch by its graph if that is verified, else eagerly, or both to compare."""
         count = part.samples
         padded = self._padded(tree, count, part.size)
         step = self._step_for(padded, part.size)
@@ -335,7 +335,7 @@ class GraphStep:
         return self._compared(step, tree, padded, count)
 
     def _taken(self, step: CompiledStep, tree: Any, padded: Any, count: int) -> Any:
-        """Compute a physical batch by its graph."""
+        """Compute a physical batch by its verified graph; eagerly where the graph reports doubt."""
         outcome = step.run(_tree.tensors(padded), count)
         if outcome is None:
             self._forget(step)
@@ -347,6 +347,7 @@ class GraphStep:
         return _returned(outcome)
 
     def _forget(self, step: CompiledStep) -> None:
+        """Drop a graph whose model has changed; after some that never ran twice, make no more."""
         # An equal one, of a model that only looks otherwise, is the one on disk that was compared.
         self._verified = frozenset(self.keys)
         for key in [key for key, other in self._steps.items() if other is step]:
@@ -356,6 +357,7 @@ class GraphStep:
                 self._steps[key] = _CHANGES
 
     def _add(self, outcome: Outcome, tree: Any, count: int) -> None:
+        """Add the sums of a graph to the clipper's."""
         self.clipper.add_computed(
             norm_GB=outcome.norm_GB, coef_GB=outcome.coef_GB, sums=outcome.sums, inputs=_tree.tensors(tree)
         )
@@ -397,6 +399,7 @@ class GraphStep:
         return result
 
     def _sum_of(self, name: str) -> Tensor | None:
+        """Return a copy of a parameter's clipped sum."""
         clipped_sum = self.clipper.summed_gradient(self.clipper.model.get_parameter(name))
         return None if clipped_sum is None else clipped_sum.detach().clone()
 
@@ -420,6 +423,7 @@ class GraphStep:
         return off <= tolerance**2 * whole
 
     def _give_up(self, step: CompiledStep, reason: str) -> None:
+        """Use no graph for batches of this form any more."""
         self._verified -= {step.key}
         for key in [key for key, other in self._steps.items() if other is step]:
             self._steps[key] = reason
@@ -446,7 +450,7 @@ class GraphStep:
         return self._steps[key]
 
     def _made(self, padded: Any, size: int, refuses: Callable[[fx.GraphModule], str | None]) -> CompiledStep:
-        """Return the graph for a batch of a size."""
+        """Trace and compile the step for a padded batch of a size."""
         clipping = Clipping(self.clipper.policy, self.clipper.clip_groups())
         model, axis_of = self.clipper.model, self._axis_of(padded, size)
         with self.clipper.unwatched():
@@ -459,6 +463,7 @@ class GraphStep:
         return step
 
     def _eagerly(self, tree: Any, reason: str) -> Any:
+        """Compute a batch by the eager engine, and count the reason."""
         self._say(reason)
         self.reasons[reason] += 1
         return self.eager(tree)
@@ -492,6 +497,7 @@ class GraphStep:
             return losses_B
 
     def _say(self, reason: str) -> None:
+        """Log a reason for eager batches once."""
         if reason not in self.reasons:
             self.reasons[reason] += 0
             _log.log(self.takeover.level, "strategy %r: computed eagerly where %s.", self.clipper.strategy, reason)
@@ -511,10 +517,12 @@ def _doubt(outcome: Outcome) -> str | None:
 
 
 def _returned(outcome: Outcome) -> Any:
+    """Return what the loss function would have returned."""
     return (outcome.losses_B, *outcome.extra) if outcome.extra else outcome.losses_B
 
 
 def _narrowest(model: nn.Module) -> torch.dtype:
+    """Return the dtype with the fewest digits that a step computes in."""
     dtypes = [p.dtype for p in model.parameters()]
     for kind in {p.device.type for p in model.parameters()}:
         if torch.is_autocast_enabled(kind):

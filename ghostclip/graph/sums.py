@@ -29,6 +29,7 @@ class Sum:
 
     @property
     def shape(self) -> torch.Size:
+        """Shape of the value."""
         return self.factors[0].shape
 
     def each(self, change: Callable[[Factor], Factor]) -> Sum:
@@ -71,13 +72,13 @@ _HANDLERS: Final[dict[str, Handler]] = {}
 
 
 class SampleSum:
-    """One operation that sums over samples; tensors among its arguments are `Value`."""
+    """One traced operation that sums over samples, to be replaced by factors; tensors are `Value`."""
 
     def __init__(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], batch_size: int) -> None:
         self.target, self.args, self.kwargs, self.batch_size = target, list(args), dict(kwargs), batch_size
 
     def samples_first(self, index: int, axis: int | None = None) -> Tensor:
-        """Return argument number ``index`` with samples first, ``(B, *shape)``, from the given axis if there is one."""
+        """Return argument ``index`` with samples first, ``(B, *shape)``; refuse samples along another `axis`."""
         value = self.args[index]
         if value.layout is None or axis not in (None, value.layout.axis):
             raise NoGraphError(f"{self.target}: its samples do not lie along axis {axis} of argument {index}")
@@ -90,11 +91,11 @@ class SampleSum:
         return self._one_by_one() if handled is None else handled
 
     def plain(self) -> Any:
-        """Return the operation's own result."""
+        """Return the operation's own result, summed over samples."""
         return self.target(*map(_tensor_of, self.args), **{key: _tensor_of(x) for key, x in self.kwargs.items()})
 
     def _one_by_one(self) -> Sum:
-        """Run the operation on each sample's rows alone."""
+        """Run the operation under vmap for each sample's rows, as one without a handler."""
         leaves, spec = _torch.tree_flatten((self.args, self.kwargs))
         indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Value) and leaf.layout is not None]
         values = [leaf.tensor if isinstance(leaf, Value) else leaf for leaf in leaves]
@@ -122,12 +123,15 @@ def _for_each(target: Any, leaves: Sequence[Any], spec: _torch.TreeSpec, batched
 
 
 def _tensor_of(item: Any) -> Any:
+    """Return the tensor of a `Value`, also inside lists; anything else as it is."""
     if isinstance(item, (list, tuple)):
         return type(item)(map(_tensor_of, item))
     return item.tensor if isinstance(item, Value) else item
 
 
 def _handles(*names: str) -> Callable[[Handler], Handler]:
+    """Register a handler, which returns an operation's result with `Sum` for what it sums over samples."""
+
     def register(handler: Handler) -> Handler:
         _HANDLERS.update(dict.fromkeys(names, handler))
         return handler
@@ -150,6 +154,7 @@ def _alike(one: Value, two: Value) -> bool:
 
 @_handles("mm")
 def _mm(call: SampleSum) -> Sum | None:
+    """Weight gradient of a linear map: an outer product over positions."""
     left, right = call.args
     if not _alike(left, right):
         return None
@@ -159,6 +164,7 @@ def _mm(call: SampleSum) -> Sum | None:
 
 @_handles("bmm")
 def _bmm(call: SampleSum) -> Sum | None:
+    """Weight gradient of a batch of linear maps, a slot for each."""
     left, right = call.args
     if not _alike(left, right) or left.layout.axis != 2:
         return None
@@ -169,6 +175,7 @@ def _bmm(call: SampleSum) -> Sum | None:
 
 @_handles("sum")
 def _sum(call: SampleSum) -> Sum:
+    """Gradient of a broadcast parameter: summed over the axes but the samples'."""
     x = call.samples_first(0)
     axes = call.args[1] if len(call.args) > 1 and call.args[1] else range(x.dim() - 1)
     keepdim = bool(call.args[2]) if len(call.args) > 2 else False
@@ -177,6 +184,7 @@ def _sum(call: SampleSum) -> Sum:
 
 @_handles("embedding_bag_backward")
 def _embedding_bag(call: SampleSum) -> Sum | None:
+    """Refuse sums and means of bags; leave the largest to vmap."""
     # The largest of a bag is known by the numbers of rows.
     if call.args[8] != _LARGEST:
         raise NoGraphError(f"{call.target}: its rows go by numbers of bags, which are those of the whole batch")
@@ -185,6 +193,7 @@ def _embedding_bag(call: SampleSum) -> Sum | None:
 
 @_handles("embedding_dense_backward")
 def _embedding(call: SampleSum) -> Sum | None:
+    """Gradient of an embedding: rows of its table."""
     grad, ids, rows, padding, by_frequency = call.args
     if by_frequency:
         raise NoGraphError("embedding with scale_grad_by_freq=True: its gradient depends on other samples' tokens")
@@ -213,7 +222,7 @@ def _index_put(call: SampleSum) -> Sum | None:
 
 @_handles("native_layer_norm_backward")
 def _layer_norm(call: SampleSum) -> tuple[Any, ...] | None:
-    """The normalised input is formed once, for the gradient that goes on and for that of the weight."""
+    """Gradients of weight and bias of a layer norm by sample, and the input's, from one normalised input."""
     grad, x, shape, mean, rstd, weight, _, wanted = call.args
     if not _alike(grad, x):
         return None
@@ -252,6 +261,7 @@ def _batch_norm(call: SampleSum) -> tuple[Any, ...]:
 
 @_handles("native_group_norm_backward")
 def _group_norm(call: SampleSum) -> tuple[Any, ...]:
+    """Gradients of weight and bias of a group norm, by sample; the input's gradient as it is."""
     _, _, mean, rstd, _, _, channels, _, groups, wanted = call.args
     inner, *_ = call.plain()
     g_BKC, x_BKC = call.samples_first(0, 0), call.samples_first(1, 0)
@@ -315,6 +325,7 @@ def linear(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], shape: S
 
 
 def _permuted(value: Sum, name: str, args: Sequence[Any]) -> Sum:
+    """Apply a permutation of axes to a sum over samples."""
     axes = list(range(len(value.shape)))
     if name == "permute":
         axes = [axis % len(axes) for axis in args[0]]
@@ -335,7 +346,7 @@ def _permuted(value: Sum, name: str, args: Sequence[Any]) -> Sum:
 
 
 def _looked_up(value: Sum, ids: Tensor, rows: int, padding: int, by_frequency: bool) -> Sum:  # noqa: FBT001 - aten's
-    """Rows of a table at places that all samples share: a position embedding."""
+    """Gradient of a table looked up at places that all samples share, as position embeddings are."""
     if by_frequency:
         raise NoGraphError("embedding with scale_grad_by_freq=True: a row is divided by how often a batch looks it up")
     g_BPI = value.per_sample()
@@ -367,7 +378,7 @@ _NOTHING_ADDED: Final = frozenset({"add", "sub", "rsub", "addmm"})
 
 
 def _mapped(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Apply a linear operation to the value of each sample."""
+    """Apply a linear operation to every sample's value under vmap."""
     name = name_of(target)
     leaves, spec = _torch.tree_flatten((list(args), dict(kwargs)))
     sums = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Sum)]

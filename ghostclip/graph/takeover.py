@@ -48,7 +48,7 @@ _LOWER_PRIORITY: Final = 10
 
 @dataclass(frozen=True)
 class Compiled:
-    """What of a training graphs compute."""
+    """Which releases of a training compiled graphs compute, and which graphs."""
 
     since: int  # releases before the first one that they compute
     sizes: tuple[int, ...]  # physical batch sizes that graphs are of
@@ -65,7 +65,7 @@ class Compiled:
 
 
 class CompiledRecord:
-    """What of a training graphs compute, as its optimizer, checkpoints and ledger have it."""
+    """The training's `Compiled`, as its optimizer, checkpoints and ledger hold it."""
 
     def __init__(self) -> None:
         self.saved: Compiled | None = None  # what this process noted, or the checkpoint that it loaded
@@ -107,15 +107,16 @@ class Takeover:
         # Forms of recent batches, and whether they are noted: once there is enough left of the training.
         self._recent: deque[tuple[Any, int]] = deque(maxlen=_RECENT)
         self._looks = False
+        # Eager batches, the seconds that they took after the first ones, and the releases made before these.
         self._seen, self._spent, self._begun = 0, 0.0, 0
-        self._beside: _Beside | None = None
+        self._beside: _Beside | None = None  # the process that compiles
         # Says why a graph is not compiled, while this process may compile.
         self._compiles: Callable[[fx.GraphModule], str | None] | None = None
-        self._cost = {"compiled": 0.0}
-        self._times: list[tuple[float, float]] = []
-        self._tried = 0
-        self._taken: Compiled | None = None
-        self._lost: Compiled | None = None
+        self._cost = {"compiled": 0.0}  # seconds of each kind
+        self._times: list[tuple[float, float]] = []  # of batches timed both ways: by graphs, eagerly
+        self._tried = 0  # batches that might have been compared
+        self._taken: Compiled | None = None  # the graphs in use
+        self._lost: Compiled | None = None  # graphs of an earlier process that are not on disk
         self.why = "graphs compute what they can" if asked else "the training has just begun"  # for people
 
     def has_begun(self, step: Any) -> bool:
@@ -133,7 +134,7 @@ class Takeover:
         return True
 
     def note(self, step: Any) -> None:
-        """Note compiled graphs that were asked for (strategy "graph"), or that those to resume with are missing."""
+        """Record graphs that were asked for, or that those to resume with are missing."""
         owner = step.clipper.owner
         if not self.asked and not step.graphs:
             # Those of an earlier process are on no disk here.
@@ -158,6 +159,7 @@ class Takeover:
         return logging.WARNING if self.asked else logging.INFO
 
     def _watched(self, step: Any, tree: Any, samples: int) -> Any:
+        """Compute a batch eagerly, and decide from time to time whether compiling may pay."""
         began = time.perf_counter()
         result = step.eager(tree)
         self._seen += 1
@@ -180,7 +182,7 @@ class Takeover:
         return self._spent if left is None or not done else self._spent / done * left
 
     def _consider(self, step: Any, tree: Any, samples: int) -> None:
-        """Begin to compile beside the training where it may pay."""
+        """Start compiling beside the training where that may pay."""
         reason = hindered(step.clipper)
         if reason is not None:
             self._stay(reason)
@@ -204,11 +206,12 @@ class Takeover:
                 self.why = "graphs are compiled beside the training"
 
     def _is_of_one_form(self) -> bool:
+        """Return whether most recent batches have one form."""
         form, number = Counter(form for form, _ in self._recent).most_common(1)[0]
         return form is not None and number >= _OF_ONE_FORM * len(self._recent)
 
     def _look(self, step: Any) -> None:
-        """See what became of the process beside the training."""
+        """Take the report of the process that compiles beside the training, if it has ended."""
         assert self._beside is not None, "it was begun"
         report = self._beside.result()
         if report is None:
@@ -222,7 +225,7 @@ class Takeover:
             self._cost, self.compute = report, self._compare
 
     def _compare(self, step: Any, tree: Any, samples: int) -> Any:
-        """Hold graphs against the eager engine, on a batch that fills the largest of them, then time both."""
+        """Verify graphs on a batch that fills the largest, then time some batches both ways and decide."""
         if step.clipper.owner.compiled.repeats():
             # What was eager before a crash is eager again.
             return step.eager(tree)
@@ -256,6 +259,7 @@ class Takeover:
         return wrong if wrong is not None or step.keys else "what it is compiled to cannot be kept on disk"
 
     def _decide(self, step: Any) -> None:
+        """Let graphs compute from the next release on if they are quicker, else stay eager."""
         graph, eager = (statistics.median(times) for times in zip(*self._times, strict=True))
         if graph > _QUICKER * eager:
             self._stay(f"graphs take {graph / eager:.2f} times the eager engine's time")
@@ -269,18 +273,18 @@ class Takeover:
         )  # fmt: skip
 
     def _stay(self, reason: str) -> None:
-        """Compute everything eagerly from here on."""
+        """Stay with the eager engine for good, for this reason."""
         self._compiles, self.why, self.compute = None, reason, lambda step, tree, _: step.eager(tree)
         _log.info("strategy 'auto': batches stay eager: %s.", reason)
 
 
 def left_of(optimizer: Any, planned: int | None) -> Callable[[], int | None]:
-    """Return what says how many releases of a plan are left; of no plan None."""
+    """Return a function that counts the planned releases that are left; None without a plan."""
     return lambda: None if planned is None else max(0, planned - optimizer.releases)
 
 
 def hindered(clipper: GhostClipper) -> str | None:
-    """Return why nothing is compiled unasked."""
+    """Return why nothing is compiled unasked here; None if nothing speaks against it."""
     kinds = {p.device.type for p in clipper.model.parameters()}
     if kinds not in ({"cpu"}, {"cuda"}):
         return f"on {', '.join(sorted(kinds))} graphs are compiled where they are asked for (compile=True)"
@@ -310,7 +314,7 @@ def _now(clipper: GhostClipper) -> float:
 
 
 def _worth(left: float, sizes: int) -> Callable[[fx.GraphModule], str | None]:
-    """Return what says why a traced graph is not worth compiling in a training of which so many seconds are left."""
+    """Return a function that says why a traced graph is not worth compiling, with these seconds of training left."""
 
     def refuses(graph: fx.GraphModule) -> str | None:
         takes, gains = sizes * (_COMPILING[0] + _COMPILING[1] * len(graph.graph.nodes)), _SAVED * left
@@ -346,6 +350,7 @@ class _Beside:
 
 
 def _in_child(work: Callable[[], dict[str, float]], sends: Any, threads: int) -> None:
+    """Run the work in the forked process and send its result, or why it failed."""
     os.nice(_LOWER_PRIORITY)
     # The parent's threads are not here, and the compilers that it has started are its own.
     torch.set_num_threads(1)

@@ -96,6 +96,7 @@ class _Loss(nn.Module):
         self.model, self.loss = model, loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss of the model."""
         return self.loss(self.model, *args, **kwargs)
 
 
@@ -111,6 +112,7 @@ class _Branches(TorchFunctionMode):
         self._known, self.flags = iter(known), list[Tensor]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function; where it reads a flag, return the known way instead, or raise if none is known."""
         reads_flag = func is Tensor.__bool__ or (func is Tensor.item and args[0].dtype is torch.bool)
         if not reads_flag or args[0].numel() != 1:
             return func(*args, **(kwargs or {}))
@@ -173,7 +175,7 @@ def trace(
 def _followed(
     model: nn.Module, loss: LossFunction, inputs: Inputs, branches: Sequence[bool] | None, state: ModuleState
 ) -> tuple[fx.GraphModule, Any, tuple[bool, ...]]:
-    """Return the graph that goes the way of the batch's own data, the loss function's other results, and the way."""
+    """Trace along the branches that the batch's data takes; return (graph, other results, the branches)."""
     known, extras = list(branches or ()), list[Any]()
     joint = _joint(model, loss, inputs, extras)
 
@@ -228,6 +230,7 @@ def first_line(problem: BaseException) -> str:
 
 
 def _numbered(leaf: Any, tensors: list[Tensor]) -> Any:
+    """Return a placeholder for a tensor, which is appended to ``tensors``; anything else as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
     tensors.append(leaf)
@@ -288,6 +291,7 @@ def _without_strides(graph: fx.GraphModule) -> None:
 
 
 def _refuse_writes(graph: fx.GraphModule) -> None:
+    """Refuse a graph that writes to its inputs or to what the model holds."""
     for node in graph.graph.nodes:
         if (
             operation(node) in _WRITES
@@ -298,6 +302,7 @@ def _refuse_writes(graph: fx.GraphModule) -> None:
 
 
 def _refuse_sizes(graph: fx.GraphModule) -> None:
+    """Refuse a graph with shapes that depend on data."""
     for node in graph.graph.nodes:
         for leaf in _torch.tree_leaves(node.meta.get("val")):
             if isinstance(leaf, Tensor) and not all(type(size) is int for size in leaf.shape):
@@ -330,6 +335,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _refuse_other_losses(graph: fx.GraphModule, inputs: Inputs) -> None:
+    """Refuse losses that are not one per sample."""
     losses = outputs_of(graph)[0].meta["val"]
     sizes = {x.shape[axis] for x, axis in zip(inputs.tensors, inputs.in_batch, strict=True) if axis is not None}
     if losses.dim() != 1 or {losses.shape[0]} != sizes:

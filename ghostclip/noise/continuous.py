@@ -70,6 +70,7 @@ class _KeyStreamNoise(KeyedNoise):
     _stream = STREAMS[1]
 
     def _release_range(self, flat_N: torch.Tensor, scales: tuple[float, float], where: Range) -> None:
+        """Add noise to a range and divide; on a GPU with a key stream in one pass, else as the base."""
         if not flat_N.is_cuda or self._stream != "counter":
             super()._release_range(flat_N, scales, where)
             return
@@ -135,6 +136,7 @@ class FastNoise(_KeyStreamNoise):
         return GPU_BLOCK if tensor.device.type == "cuda" else super()._block_size(tensor)
 
     def _add(self, part_N: torch.Tensor, std: float, block: Block, within: slice) -> None:
+        """Add scaled normal numbers to a part of a block."""
         if part_N.is_cuda:
             # Added in float64 and rounded once, in one operation.
             part_N.add_(cut(_gpu_normal(self._key, block, std, part_N.device), within))
@@ -143,6 +145,7 @@ class FastNoise(_KeyStreamNoise):
         _add_in_double(part_N, cut(torch.from_numpy(noise), within), std)
 
     def _workers(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Return how many threads draw noise on the CPU."""
         if torch.get_num_threads() == 1 or torch.is_inference_mode_enabled():
             return 1
         if any(tensor.device.type != "cpu" for tensor in tensors):
@@ -165,6 +168,7 @@ class _SeedOfBlock(ISeedSequence):
         self._block = block
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
+        """Return words of the key's stream, as numpy asks for them."""
         kind = np.dtype(dtype).newbyteorder("<")
         block = self._block
         return np.frombuffer(self._key.digest(block.position, n_words * kind.itemsize, part=block.number), dtype=kind)
@@ -183,6 +187,7 @@ def _gpu_normal(key: RandomKey, block: Block, std: float, device: torch.device) 
 
 
 def _device_generator(device: torch.device, seed: int) -> torch.Generator:
+    """Return a device's generator with a seed."""
     return torch.Generator(device).manual_seed(seed)
 
 
@@ -208,6 +213,7 @@ class SecureNoise(_KeyStreamNoise):
         super().__init__(RandomKey("secure noise"))
 
     def _add(self, part_N: torch.Tensor, std: float, block: Block, within: slice) -> None:
+        """Add scaled normal numbers from the cryptographic key stream to a part of a block."""
         even = block.size + block.size % 2
         words = words_of(self._key, block, part=0, count=even)
         _add_in_double(part_N, box_muller(torch.from_numpy(words.view(np.int64)))[: block.size][within], std)

@@ -24,7 +24,7 @@ Section = tuple[tuple[float, ...], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Correlation:
-    """A lower triangular Toeplitz matrix that independent noise is multiplied by.
+    """Coefficients of C⁻¹, a lower triangular Toeplitz matrix: step t adds w_t = (C⁻¹z)_t of independent noise z.
 
     Attributes:
         sections: Filters, applied one after the other.
@@ -87,14 +87,14 @@ class NoiseRows:
 
     correlation: Correlation
     stride: int
-    row: int = -1
-    base: int | None = None
+    row: int = -1  # the present step
+    base: int | None = None  # the first step with this key; None before it
     layout: dict[int, str] = field(default_factory=dict)
     _held: dict[tuple[int, ...], tuple[int, list[list[Tensor]]]] = field(default_factory=dict)
     """The step that is next, and what it needs of those before, of each part of a call's tensor."""
 
     def begin(self, row: int) -> int:
-        """Go on to a step above all before; return the position of its first noise."""
+        """Begin step ``row``, above all before; return the position of its first noise."""
         if row <= self.row:
             raise InvalidOptionError(
                 f"noise of step {row} was drawn already (the latest is step {self.row}): correlated noise hides one "
@@ -140,7 +140,7 @@ class NoiseRows:
         return self.correlation.advance(noise_N, buffers).mul_(self.correlation.scale)
 
     def require(self, position: int, about: str) -> None:
-        """Refuse a call that adds noise to something else than in the steps before."""
+        """Refuse to add noise to other tensors than in the steps before."""
         before = self.layout.setdefault(position - self.row * self.stride, about)
         if before != about:
             raise InvalidOptionError(

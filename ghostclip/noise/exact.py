@@ -75,7 +75,7 @@ def discrete_gaussian(words: Words, count: int, scale: float) -> NDArray[np.int6
 
 
 def _round(words: Words, number: int, tries: int, shape: tuple[Fraction, int]) -> NDArray[np.int64]:
-    """Return the accepted values of one round of candidates; ``shape`` is (s, t)."""
+    """Return the accepted of `tries` candidates for a discrete Gaussian; ``shape``: its scale s, Laplace scale t."""
     drawn = words(number, 2 * tries)
     first, second = drawn[:tries], drawn[tries:]
     bits = _MoreBits(words, _MOST_ROUNDS + number)
@@ -161,6 +161,7 @@ def _exactly_below(word: int, exponent: Fraction, bits: _MoreBits) -> bool:
 
 
 def _decimal(value: Fraction, context: Context) -> Decimal:
+    """Return a fraction as a decimal number."""
     return context.divide(Decimal(value.numerator), Decimal(value.denominator))
 
 
@@ -185,6 +186,7 @@ class ExactNoise(KeyedNoise):
         super().__init__(RandomKey("exact noise"))
 
     def _check(self, tensor: torch.Tensor) -> None:
+        """Refuse tensors that are not int64."""
         if tensor.dtype != torch.int64:
             raise InvalidOptionError(
                 f"tensor of {tensor.dtype}: exact noise is added to int64 sums of gradients that Grid.quantize has "
@@ -192,6 +194,7 @@ class ExactNoise(KeyedNoise):
             )
 
     def _add(self, part_N: torch.Tensor, std: float, block: Block, within: slice) -> None:
+        """Add discrete Gaussian numbers to a part of a block."""
         noise = discrete_gaussian(
             lambda part, count: words_of(self._key, block, part=part, count=count), block.size, std
         )
@@ -268,7 +271,7 @@ class Grid:
         ]  # fmt: skip
 
     def _within(self, grads: Sequence[torch.Tensor], scaled_B: torch.Tensor, rounding: Any) -> torch.Tensor:
-        """Return which samples keep the bound, decided without rounding errors."""
+        """Return which samples' rounded gradients keep the bound, decided without rounding errors."""
         # Squares of whole numbers up to 2^52 and their sums are exact in float64; beyond that they exceed the bound
         # whatever the rounding. NaN compares as false.
         sqnorm_B = torch.zeros_like(scaled_B)
@@ -284,7 +287,7 @@ class Grid:
 
 
 def _over(mask_B: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Reshape a mask of samples to broadcast over gradients."""
+    """Return a mask of samples shaped to broadcast over gradients."""
     return mask_B.view(-1, *[1] * (grad.dim() - 1))
 
 
@@ -305,6 +308,7 @@ class ExactRelease:
 
     # strategy "hooks", with one norm
     def __init__(self, clipper: GhostClipper, source: ExactNoise) -> None:
+        """Set up for a clipper with strategy "hooks" and one norm."""
         if clipper.resolve_strategy() != "hooks":
             raise InvalidOptionError(
                 f"noise level 'exact' with strategy {clipper.resolve_strategy()!r}: gradients are rounded sample by "

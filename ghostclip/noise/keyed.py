@@ -79,6 +79,7 @@ def draws_shares(source: object) -> bool:
 
 
 def _stands_for(source: object, joint: str, *methods: str) -> bool:
+    """Return whether the class that defines ``joint`` also defines ``methods``, and nothing overrides these since."""
     for kind in type(source).__mro__:
         attributes = vars(kind)
         if joint in attributes:
@@ -183,13 +184,14 @@ class KeyedNoise:
     # Whenever somebody else has changed the generator (seeded it anew, say), the key is drawn from it again and
     # positions begin anew.
     def __init__(self, key: RandomKey, generator: torch.Generator | None = None) -> None:
+        """Begin at position 0 of a key, which may follow a generator."""
         self._owner = Owner(self)
         self._key = key
-        self._position = 0
+        self._position = 0  # of the next call
         self.generator = generator  # that the noise follows, if there is one
-        self._known: torch.Tensor | None = None
-        self._used: set[bytes] = set()
-        self._rows: NoiseRows | None = None
+        self._known: torch.Tensor | None = None  # the generator's state when the key was drawn from it
+        self._used: set[bytes] = set()  # earlier keys
+        self._rows: NoiseRows | None = None  # state of correlated noise; None where noise is independent
         self._take_note()
 
     def add_(self, tensor: torch.Tensor, std: float) -> None:
@@ -280,6 +282,7 @@ class KeyedNoise:
                 yield partial(self._release_part, cut(flat_N, elements), (std, divisor), block, within)
 
     def _release_pack(self, pack: list[torch.Tensor], scales: tuple[float, float], position: int) -> None:
+        """Add noise to small tensors as one, and divide."""
         flat_N = _torch.flattened(pack)
         self._release_range(flat_N, scales, Range(position, 0, flat_N.numel()))
         copy_back_(flat_N, pack)
@@ -290,6 +293,7 @@ class KeyedNoise:
             self._release_part(cut(flat_N, elements), scales, block, within)
 
     def _release_part(self, part_N: torch.Tensor, scales: tuple[float, float], block: Block, within: slice) -> None:
+        """Add noise to a part of a block and divide, in place."""
         std, divisor = scales
         if self._rows is None:
             self._add(part_N, std, block, within)
@@ -302,6 +306,7 @@ class KeyedNoise:
             _torch.divide_all_([part_N], divisor)
 
     def _add_at(self, block: Block, within: slice, z_N: torch.Tensor, position: int) -> None:
+        """Add independent noise of a position to a tensor in the place of a block's part."""
         self._add(z_N, 1.0, block._replace(position=position), within)
 
     def _add_correlated(
@@ -322,6 +327,7 @@ class KeyedNoise:
         part_N.copy_(noise_N.mul_(std).add_(part_N))
 
     def _next_position(self, like: torch.Tensor | None = None, total: int = 0) -> int:
+        """Return the position of the next call, and advance by one; refuse copies and other processes."""
         self._owner.require(self, remedy=_REMEDY)
         self._follow()
         position, self._position = self._position, self._position + 1
@@ -339,7 +345,7 @@ class KeyedNoise:
         self._rows = NoiseRows(correlation, stride)
 
     def begin_row(self, row: int) -> None:
-        """Go on to a step of the correlated mechanism, above all before; called before the noise of the step."""
+        """Begin a step of the correlated mechanism, above all before; called before the step's noise."""
         assert self._rows is not None, "correlate() was called"
         self._follow()
         self._position = self._rows.begin(row)
@@ -350,11 +356,11 @@ class KeyedNoise:
         return 1
 
     def skip(self) -> None:
-        """Skip the noise of one call, which another rank adds."""
+        """Advance past the noise of one call, which another rank adds."""
         self._next_position()
 
     def _follow(self) -> None:
-        """Draw the key anew from a generator that somebody else has changed.
+        """Draw the key anew if somebody else has changed the generator that it follows.
 
         Privacy:
             A generator that is put back to a state it had gives the same noise for other sums, whose difference then
@@ -375,24 +381,27 @@ class KeyedNoise:
             )
 
     def _renewed(self, position: int) -> None:
-        """Go on with another key: from a position, or with the next step of a correlated mechanism as its first."""
+        """Continue with a new key from a position, or as the first step of a correlated mechanism."""
         self._position = position
         if self._rows is not None:
             self._rows.base = None
 
     def _take_note(self) -> None:
-        """Note the generator's present state as the one that the key follows."""
+        """Record the generator's present state, to see later whether it was changed."""
         self._known = None if self.generator is None else self.generator.get_state()
 
     def _check(self, tensor: torch.Tensor) -> None:
+        """Refuse tensors that noise cannot be added to."""
         if not tensor.dtype.is_floating_point:
             raise InvalidOptionError(f"tensor of {tensor.dtype}: noise is added to floating-point tensors only.")
 
     def _block_size(self, tensor: torch.Tensor) -> int:
+        """Return how many elements of a tensor are drawn at once."""
         del tensor
         return BLOCK
 
     def _add(self, part_N: torch.Tensor, std: float, block: Block, within: slice) -> None:
+        """Add independent N(0, std²) to a part of a block; each level's own."""
         raise NotImplementedError
 
     def renew_key(self) -> None:

@@ -39,11 +39,13 @@ _process = _Process(os.getpid(), object())
 
 
 def _begin_process() -> None:
+    """Set a token for this process, after a fork."""
     global _process  # noqa: PLW0603 - there is one process
     _process = _Process(os.getpid(), object())
 
 
 def _this_process() -> _Process:
+    """Return this process's number and token, renewed if a library has forked."""
     # A library written in C may fork without Python's knowing.
     if _process.number != os.getpid():
         _begin_process()
@@ -55,7 +57,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Owner:
-    """The object and the process that alone may go on from a state; held by that object.
+    """The one object, in one process, that may draw on from a state: copies and forks would repeat its randomness.
 
     Privacy:
         What a copy of the object, an unpickled one or a forked process would draw has been, or will be, drawn by the
@@ -78,12 +80,13 @@ class Owner:
             )
 
     def move_here(self, holder: object, *, remedy: str) -> None:
-        """Let this process go on, where the state was set in it; never a copy, which may share more than that."""
+        """Make this process the owner, where the state was set in it; refuse a copy of the object."""
         if self._holder is None or self._holder() is not holder:
             raise self._copy_error(holder, remedy)
         self._process = _this_process()
 
     def _copy_error(self, holder: object, remedy: str) -> CopyError:
+        """Return the error for a copy."""
         return CopyError(
             f"this {type(holder).__name__} is a copy (copy.copy, copy.deepcopy, pickle): it would go on from the "
             f"same state as the original, with the same randomness and the same account. {remedy}"
@@ -95,6 +98,7 @@ class Owner:
 
 
 def _nobody() -> Owner:
+    """Return an owner that refuses everything, for copies and pickles."""
     owner = Owner.__new__(Owner)
     owner._holder = owner._process = None
     return owner
@@ -135,6 +139,7 @@ class RandomKey:
         self._follow_from(sum(int(word) << (32 * index) for index, word in enumerate(words.tolist())))
 
     def _follow_from(self, seed: int | None) -> None:
+        """Set the key to a hash of a seed."""
         self.secret = hashlib.shake_128(f"{self._purpose} seed {seed}".encode()).digest(_KEY_BYTES)
 
     def renew(self) -> None:
@@ -171,7 +176,7 @@ class WordStream:
         self._parts = 0
 
     def take(self, count: int) -> NDArray[np.uint64]:
-        """Return uint64 words that were not returned before, read-only."""
+        """Return the next uint64 words, never the same ones twice, read-only."""
         part, self._parts = self._parts, self._parts + 1
         return np.frombuffer(self._key.digest(self._position, 8 * count, part=part), dtype="<u8")
 

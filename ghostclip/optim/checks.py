@@ -56,14 +56,14 @@ def _evaluates(optimizer: Optimizer) -> bool:
 
 
 class Update:
-    """What an optimizer does with a release, as digests that are equal on ranks whose models stay equal."""
+    """Digests of what an optimizer will do with a release, compared between ranks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._of: tuple[list[list[int]], int] = [], digest_of("[]")
 
     def digests(self, groups: Sequence[dict[str, Any]]) -> tuple[int, int]:
-        """Return a digest of the trained parameters of all groups, in order, and one of the groups' numbers."""
+        """Return (digest of the names of trained parameters by group, digest of the groups' numbers)."""
         trained = [[id(p) for p in group["params"] if p.requires_grad] for group in groups]
         if trained != self._of[0]:
             names = {id(p): name for name, p in self._model.named_parameters()}
@@ -141,10 +141,12 @@ def refuse_changed_parameters(clipper: GhostClipper, parameters: Sequence[nn.Par
 
 
 def _listed(names: Sequence[str]) -> str:
+    """Return the first few names."""
     return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
 
 
 def _add(*, fixed: bool) -> str:
+    """Return the remedy for a parameter that the optimizer lacks."""
     if fixed:
         return _PRIVATE_AGAIN[0].lower() + _PRIVATE_AGAIN[1:]
     return "add them with optimizer.add_param_group({'params': [...]}) before the first step."
@@ -216,7 +218,7 @@ def refuse_other_shares(clipper: GhostClipper, noise_source: NoiseSource) -> Non
 
 
 def warn_about_mechanism(noise_multiplier: float, accumulated: int, said: set[str]) -> None:
-    """Warn once of what makes a step less private than it may look; ``said`` grows."""
+    """Warn once of a step without noise, or of several backwards that one record may be part of."""
     messages = {}
     state: Any = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     if accumulated > 1 and state is not None and state().num_steps > 1:

@@ -15,7 +15,7 @@ from ghostclip.optim.wrapped import CarriedAccount, WrappedOptimizer, evaluated
 
 
 def _of_members(said: str, read: Callable[[JoinedOptimizer], Any]) -> Any:
-    """Return an attribute that is read from the members; who would set it has to choose one of them."""
+    """Return a property read from all joined optimizers, which refuses to be set."""
 
     def write(joined: JoinedOptimizer, value: Any) -> None:
         del joined, value
@@ -152,6 +152,7 @@ class MemberOptimizer(WrappedOptimizer):
         self.original_optimizer.zero_grad(set_to_none=set_to_none)
 
     def _refuse_group(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse parameters that nobody clips, or that another member holds."""
         refuse_uncovered(self.release.clipper, parameters)
         existing = {id(p) for p in self.release.params}
         if any(id(p) in existing for p in parameters):

@@ -38,7 +38,7 @@ class CarriedAccount(Protocol):
     """Account that travels with an optimizer's state."""
 
     def text(self) -> str:
-        """Return it."""
+        """Return the account as a string."""
 
     def load(self, text: str | None) -> None:
         """Continue from what `text` returned, None where the state had none."""
@@ -54,7 +54,7 @@ def evaluated(closure: Callable[[], Any]) -> Any:
 
 
 def _of_wrapped(name: str) -> Any:
-    """Return an attribute that is read from, and written to, the wrapped optimizer."""
+    """Return a property that reads and writes the wrapped optimizer's attribute."""
 
     def write(wrapper: WrappedOptimizer, value: Any) -> None:
         setattr(wrapper.original_optimizer, name, value)
@@ -146,6 +146,7 @@ class WrappedOptimizer(Optimizer):
         self.original_optimizer.add_param_group({**param_group, "params": parameters})
 
     def _refuse_group(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse parameters that must not be added; for subclasses."""
         raise NotImplementedError
 
     @property
@@ -251,7 +252,7 @@ def _has_only_releases(clipper: GhostClipper, optimizer: Optimizer) -> bool:
 
 
 class Releases:
-    """The gradients that a private optimizer has put into `p.grad`, to recognise foreign ones."""
+    """The noisy gradients that a private optimizer has put into `p.grad`, to tell others' gradients from them."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._ours: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -259,11 +260,11 @@ class Releases:
         self.note([(p, p.grad) for p in parameters if p.grad is not None])
 
     def note(self, released: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """Remember what was put into `p.grad`."""
+        """Record the gradients that were put into `p.grad`."""
         self._ours = {id(p): weakref.ref(gradient) for p, gradient in released}
 
     def refuse_strangers(self, private: WrappedOptimizer) -> None:
-        """Refuse gradients that somebody else has put into `p.grad`, which the release would overwrite."""
+        """Refuse a gradient in `p.grad` that is no release: the next release would overwrite it."""
         for p in private.params:
             grad = p.grad
             if grad is None or not p.requires_grad:

@@ -71,6 +71,7 @@ class Account:
     """
 
     def __init__(self, accountant: Accountant, ledger: LedgerFile | None) -> None:
+        """Begin with what the accountant and the ledger hold."""
         self.accountant = accountant
         self.ledger = ledger
         # an accountant of the user's that is told of every release beside `accountant`, or None
@@ -78,13 +79,13 @@ class Account:
         self.budgets: list[Budget] = []
         self.coordinates = 0  # most numbers of one release with discrete noise; 0 while there was none
         self.unchecked: list[Unchecked] = []  # checks of the models that could not run
-        self._owner: Owner | None = None
-        self.charged = False
+        self._owner: Owner | None = None  # the object and process that may charge; None before the first optimizer
+        self.charged = False  # whether this process has charged a release
         # by run (see `run_of`), the number up to which the account has its releases: it tells which of two accounts,
         # saved or in memory, continues the other; a release that is made again has the number that it had
         self.runs: dict[str, int] = {}
-        self._unkeyed: dict[int, str] = {}
-        self._released = Counter[Kind]()
+        self._unkeyed: dict[int, str] = {}  # runs of noise sources without a key, by `id`
+        self._released = Counter[Kind]()  # number of charges of each kind
         accountant.set_counts(self._released)
         if ledger is not None and ledger.entries:
             self._begin_with(ledger)
@@ -93,7 +94,7 @@ class Account:
         self._made_in = os.getpid()
 
     def _begin_with(self, ledger: LedgerFile) -> None:
-        """Count the releases of a ledger."""
+        """Charge the releases that a ledger holds."""
         self.accountant.relation = _relation(ledger.mechanisms, default=self.accountant.relation)
         self._set_charges(total(ledger.entries))
         self.discrete(max((int(m.get("coordinates", 0)) for m in ledger.mechanisms), default=0))
@@ -101,7 +102,7 @@ class Account:
             self._note(entry.run, entry.number + 1)
 
     def settle_ledger(self, *, shared: bool) -> None:
-        """Make the ledger this process's own, or that of all ranks, which then adopt what rank 0 has read."""
+        """Take the ledger for this process alone or for all ranks, which then adopt what rank 0 has read."""
         # `shared`: ranks share batches; then this is called on all of them.
         if not shared:
             if self.ledger is not None:
@@ -121,7 +122,7 @@ class Account:
         return len(self.accountant) == self._from_before
 
     def account_with(self, accountant: IAccountant) -> None:
-        """Let the account be kept by an accountant of the user's.
+        """Replace the accountant by the user's own, or keep theirs beside it if it cannot bound any history.
 
         Privacy:
             Nothing that was released is forgotten: what the account holds is carried over, what the accountant holds
@@ -220,7 +221,7 @@ class Account:
         self._owner.require(self, remedy=_REMEDY)
 
     def discrete(self, coordinates: int) -> None:
-        """Count all releases as ones with discrete noise, of so many numbers each, which costs a little of δ."""
+        """Charge all releases as ones with discrete noise of so many coordinates, which costs a little of δ."""
         self.coordinates = max(self.coordinates, coordinates)
         for budget in self.budgets:
             budget.coordinates = self.coordinates
@@ -256,7 +257,7 @@ class Account:
         return bounds
 
     def noise_for(self, budget: Budget, sampling: Sampling, *, epochs: int, coordinates: int) -> float:
-        """Return the σ that meets a budget over some epochs from here on; the budget learns what it was chosen for."""
+        """Return the σ that meets a budget over some epochs from here on; tells the budget what is known to fit."""
         epochs = _validate.positive_int(epochs, "epochs")
         coordinates = max(coordinates, self.coordinates)
 
@@ -287,12 +288,12 @@ class Account:
         return any(budget.spent and budget.when_spent == "stop" for budget in self.budgets)
 
     def goes_back(self, runs: Mapping[str, int]) -> bool:
-        """Return whether saved `runs` are behind what this process has released, and no ledger tells them apart."""
+        """Return whether a saved state is behind what this process released, and no ledger covers the difference."""
         return self.goes_on and runs != self.runs
 
     @property
     def goes_on(self) -> bool:
-        """Whether noise and batches must go on from where they are, whatever is loaded.
+        """Whether noise and batches continue from where they are whatever is loaded: releases were made, no ledger.
 
         Privacy:
             This process has released with them, and without a ledger a step that is made again cannot be told from
@@ -303,7 +304,7 @@ class Account:
     def load(
         self, state: Mapping[str, Any], position: Mapping[str, Any] | None, *, coordinates: int, runs: Mapping[str, int]
     ) -> None:
-        """Continue a saved account; what this process or the ledger has beyond it stays counted."""
+        """Continue a saved account; releases of this process or the ledger beyond it stay charged."""
         # `position`: position of the ledger when it was saved; None if there was no ledger.
         relation = self.accountant.relation
         if self._owner is None and len(self.accountant) == 0:
@@ -361,7 +362,7 @@ class Account:
         return [*written, *saved, *beside], Entry(_BEFORE, len(ledger.entries), tuple(saved), digest)
 
     def _note(self, run: str, number: int) -> None:
-        """Note that the account has so many releases of a run."""
+        """Record that the account has the releases of a run up to a number."""
         self.runs[run] = max(number, self.runs.get(run, 0))
 
     def _set_charges(self, charges: Sequence[Charge]) -> None:
@@ -375,7 +376,7 @@ class Account:
         return None if self.ledger is None else self.ledger.position()
 
     def _require(self, optimizer: DPOptimizer, sampling: Sampling) -> None:
-        """Refuse, or skip, a step that does not fit in a budget."""
+        """Refuse a step beyond a budget, or skip it where the budget stops training quietly."""
         self._claim()
         if self._made_before(optimizer) is not None:
             return
@@ -398,7 +399,7 @@ class Account:
         return f" (ledger {self.ledger.path}: {runs})"
 
     def _charge(self, optimizer: DPOptimizer, sampling: Sampling, released: Sequence[torch.Tensor]) -> None:
-        """Write a step whose release is formed and not visible to anything yet."""
+        """Charge a step whose release is formed but not visible yet, and write it into the ledger."""
         events = sampling.events(optimizer)
         self.charged = True
         run = self._run_of(optimizer)
@@ -416,6 +417,7 @@ class Account:
         sampling.settle(events)
 
     def _add(self, events: Sequence[Charge]) -> None:
+        """Charge costs to the accountants and budgets."""
         for event in events:
             if isinstance(event[0], str):
                 self.accountant.add(event)
@@ -442,7 +444,7 @@ class Account:
         )
 
     def _run_of(self, optimizer: DPOptimizer) -> str:
-        """Return whose noise an optimizer uses: a digest of the key, which does not reveal the key."""
+        """Return the run that a release belongs to: a digest of the optimizer's noise key."""
         return run_of(optimizer.noise_source.state_dict()) or self._unkeyed.setdefault(
             id(optimizer.noise_source), secrets.token_hex(8)
         )

@@ -39,7 +39,7 @@ def charges_of(accountant: Accountant) -> list[Charge]:
 
 
 def lacking(charges: Iterable[Charge], others: Iterable[Charge]) -> list[Charge]:
-    """Return the charges that are missing among others, one for each kind."""
+    """Return the charges that are not among ``others``, equal ones as one."""
     return [times(kind, count) for kind, count in (counted(charges) - counted(others)).items()]
 
 
@@ -181,7 +181,7 @@ def refuse_untold(custom: IAccountant | None, charges: Sequence[Charge]) -> None
 
 
 def tell(custom: IAccountant | None, charges: Sequence[Charge]) -> None:
-    """Record releases in an accountant with four methods, if there is one."""
+    """Record releases in an accountant of Opacus's four methods, if there is one."""
     if custom is None:
         return
     for first, second, count in charges:
@@ -229,16 +229,17 @@ class Budget:
     """
 
     def __init__(self, epsilon: float, delta: float, *, when_spent: str = "raise") -> None:
+        """Begin with nothing spent."""
         self.epsilon = _validate.positive(epsilon, "epsilon")
         self.delta = _validate.probability(delta, "delta")
         self.when_spent = _validate.choice(when_spent, "when_spent", ("raise", "stop"))
         self.spent = False
         self.coordinates = 0
-        self._left: int | None = None
-        self._seen = 0
-        self._kind: Kind | None = None
-        self._known: Charge | None = None
-        self._excluded = Counter[Kind]()
+        self._left: int | None = None  # steps of `_kind` that still fit; None until computed
+        self._seen = 0  # releases in the account when that was computed
+        self._kind: Kind | None = None  # kind of the latest step
+        self._known: Charge | None = None  # a charge that fits by construction
+        self._excluded = Counter[Kind]()  # charges from before this budget
 
     def exclude(self, charges: Sequence[Charge]) -> None:
         """Leave out what an account held before this budget began.
@@ -249,7 +250,7 @@ class Budget:
         self._excluded = counted(charges)
 
     def known_to_fit(self, charge: Charge) -> None:
-        """Say what is known to fit, because the noise was chosen for it; saves working it out.
+        """Set a charge that fits, because the noise was chosen for it, so that it need not be computed.
 
         Args:
             charge: Fits in the whole budget.
@@ -257,7 +258,7 @@ class Budget:
         self._known = charge
 
     def forget(self) -> None:
-        """Work out anew how many steps fit, of all that is in the account: it was replaced."""
+        """Forget how many steps fit, as the account was replaced."""
         self._left, self._kind, self.spent = None, None, False
         self._excluded = Counter()
 
@@ -292,7 +293,7 @@ class Budget:
         return steps <= self._left
 
     def _left_of_known(self, accountant: Accountant, kind: Kind) -> int | None:
-        """Return how many of the steps that are known to fit are left, or None if the account has anything else."""
+        """Return how many of the steps known to fit are left; None if the account holds anything else."""
         if self._known is None or self._known[:2] != kind:
             return None
         counts = self._counted(accountant)
@@ -303,7 +304,7 @@ class Budget:
         return counted(charges_of(accountant)) - self._excluded
 
     def charge(self, accountant: Accountant, charges: Sequence[Charge]) -> None:
-        """Take note of charges that were added to the account.
+        """Subtract charges that were added to the account from the steps left.
 
         Args:
             accountant: Holds them already.

@@ -66,6 +66,7 @@ def _add(digest: Any, value: object, prints: list[Tensor]) -> None:
 
 
 def _add_tensor(digest: Any, tensor: Tensor, prints: list[Tensor]) -> None:
+    """Add a tensor's form to a digest, and a fingerprint of its content to ``prints``."""
     digest.update(f"tensor {tuple(tensor.shape)} {tensor.dtype} {tensor.layout};".encode())
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
         return
@@ -150,6 +151,7 @@ def account_state(account: Account, optimizer: DPOptimizer | None, sampling: Sam
 
 
 def _refuse_other_records(checkpoint: Mapping[str, Any], sampling: Sampling | None) -> None:
+    """Refuse a data set whose sampled records differ from the saved training's."""
     digests = {checkpoint.get(RECORDS), None if sampling is None else sampling.records, None}
     if len(digests) > 2:
         raise ResumeError(
@@ -278,7 +280,7 @@ def without_positions(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def branch_off(optimizer: DPOptimizer) -> None:
-    """Add noise from a fresh key from here on, after a return to an earlier state.
+    """Draw noise from a fresh key from here on, after a return to an earlier state.
 
     Privacy:
         Another process may continue that earlier state with the same key. Where the two differ from here on, equal
@@ -321,6 +323,7 @@ def save(state: dict[str, Any], target: Place, options: Mapping[str, Any], *, mo
 
 
 def _write(state: dict[str, Any], target: Place, options: Mapping[str, Any]) -> None:
+    """Write a state with its digest, through a file beside the target that is renamed."""
     state[DIGEST] = digest_of(state)
     if not isinstance(target, (str, os.PathLike)):
         torch.save(state, target, **options)
@@ -342,6 +345,7 @@ def _write(state: dict[str, Any], target: Place, options: Mapping[str, Any]) -> 
 
 
 def _pipeline_in(module: nn.Module | None) -> Pipeline | None:
+    """Return the pipeline that a private model wraps, or None."""
     inner = getattr(module, "_module", module)
     return inner if isinstance(inner, Pipeline) else None
 

@@ -74,10 +74,12 @@ def is_whole(line: bytes, after: LedgerPosition) -> bool:
 
 
 def _hash_of(body: bytes, chained: str) -> str:
+    """Return the hash of a line over all lines before it."""
     return hashlib.sha256(chained.encode() + b"\n" + body).hexdigest()[:_HASH_DIGITS]
 
 
 def _of_other_version(version: object) -> str:
+    """Return the error text for a ledger of another format."""
     newer = isinstance(version, int) and version > FORMAT
     remedy = "Use that version to continue." if newer else "Finish that training with the version that began it."
     return (
@@ -143,14 +145,15 @@ class LedgerFile:
     # of them goes on. `alone`: errors of the file are raised here, and not in `require_alone` or `share`, where it is
     # known who has to be told.
     def __init__(self, path: str | os.PathLike[str], *, alone: bool = True) -> None:
+        """Read a ledger without locking it; `alone=False` defers errors to `require_alone` or `share`."""
         self.path = Path(os.path.realpath(path))
         self.given = os.fspath(path)
-        self.shared = False
-        self._follows = False
+        self.shared = False  # whether ranks share it
+        self._follows = False  # whether another rank writes for this one
         self._file: IO[bytes] | None = None
-        self._owner = 0
-        self._pending = b""
-        self._told = 0
+        self._owner = 0  # process that has locked the file; 0 if none
+        self._pending = b""  # the line being written
+        self._told = 0  # bytes that all ranks have
         self._wrong: Exception | None = None
         self._forget()
         try:
@@ -178,7 +181,7 @@ class LedgerFile:
             )
 
     def share(self, *, fresh: bool) -> bool:
-        """Adopt rank 0's file as the ledger of all ranks."""
+        """Make rank 0's file the ledger of all ranks; return whether this rank had read another content."""
         # Return whether this rank's content was different. Called on all. Files of the other ranks are not used, even
         # if the path leads to another one there. `fresh`: this rank has accounted for nothing but what it has read.
         if self.shared:
@@ -207,7 +210,7 @@ class LedgerFile:
         return self._places[-1] != before
 
     def _on_first_rank(self, work: Callable[[], None]) -> None:
-        """Do something with the file on rank 0 alone, where ranks share it, and give all of them its content."""
+        """Write on rank 0 alone if ranks share the ledger, and give all of them the lines written."""
         if not self.shared:
             work()
             return
@@ -238,11 +241,11 @@ class LedgerFile:
         self._known: dict[tuple[str, int], str] = {}  # fingerprints, by run and number of the release
         self._places = [LedgerPosition()]  # behind each line
         self._releases = [0]  # how many there are behind each line
-        self._holder: Mapping[str, Any] = {}
-        self._end = 0
+        self._holder: Mapping[str, Any] = {}  # process and host that locked the file last
+        self._end = 0  # bytes of whole lines
 
     def _read(self, content: bytes) -> None:
-        """Take in the whole lines of a file's content."""
+        """Parse the whole lines of a file's content."""
         if not content:
             raise ResumeError(
                 f"{self.path}: the ledger is empty, and none that was begun is: it was emptied, or is another "
@@ -261,7 +264,7 @@ class LedgerFile:
             decoded(torn, self._places[-1], name=str(self.path))
 
     def _take(self, line: bytes) -> None:
-        """Take note of a line, without its end, that is in the file; refuse one that does not continue it."""
+        """Parse a line of the file; refuse one that does not continue the ledger."""
         values, position = decoded(line, self._places[-1], name=str(self.path))
         if "mechanism" in values:
             self.mechanisms.append(values["mechanism"])
@@ -282,7 +285,7 @@ class LedgerFile:
         self._end += len(line) + 1
 
     def find(self, run: str, number: int) -> str | None:
-        """Return the fingerprint of a release of a run that was made before, or None."""
+        """Return the fingerprint of a run's release of this number if the ledger has it, else None."""
         return self._known.get((run, number))
 
     def position(self) -> dict[str, Any]:
@@ -324,11 +327,11 @@ class LedgerFile:
         self._write(entry._asdict())
 
     def lock(self) -> None:
-        """Take the file for this object, and begin it if there is none; nothing happens if it is taken already."""
+        """Lock the file for this object, making it if there is none; no effect if it is locked already."""
         self._on_first_rank(self._take_file)
 
     def _take_file(self) -> None:
-        """Take the file for this object; refuse one in use, or that is not the file that was read."""
+        """Lock the file for this object; refuse one in use, or changed since it was read."""
         if self._file is not None:
             return
         if self._owner not in (0, os.getpid()):
@@ -362,7 +365,7 @@ class LedgerFile:
             )
 
     def close(self) -> None:
-        """Release the file; the next line that is written takes it again, if nobody else has written one."""
+        """Unlock the file; the next line that is written locks it again, if nobody else has written."""
         _HELD.discard(self)
         if self._file is not None:
             self._close()
@@ -449,6 +452,7 @@ class LedgerFile:
             raise self._lost("was written to by somebody else")
 
     def _lost(self, what: str) -> ResumeError:
+        """Return the error for a file that was changed while this process wrote to it."""
         return ResumeError(
             f"{self.path}: the ledger {what} while this process was writing to it, after {len(self.entries)} releases "
             "in it. Put it back as it was; the step that was about to be written is not released."
@@ -517,7 +521,7 @@ def _lock_unless_forgotten(file: IO[bytes]) -> None:
 
 
 def _put(unfinished: Path, path: Path) -> None:
-    """Rename a file to a path that must not exist yet."""
+    """Rename a finished file to a path that must not exist yet."""
     try:
         path.hardlink_to(unfinished)
     except FileExistsError as error:
@@ -528,6 +532,7 @@ def _put(unfinished: Path, path: Path) -> None:
 
 
 def _all_of(file: IO[bytes], *, start: int = 0) -> bytes:
+    """Return a file's content from an offset on."""
     file.seek(start)
     return file.read()
 
@@ -540,6 +545,7 @@ def _write_all(file: IO[bytes], line: bytes, *, at: int) -> None:
 
 
 def _to_disk(descriptor: int) -> None:
+    """Flush a file to the disk."""
     os.fsync(descriptor)
 
 

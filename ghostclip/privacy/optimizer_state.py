@@ -109,6 +109,7 @@ def _undo_of_attributes(holder: object) -> Undo:
 
 
 def _is_part(value: object) -> bool:
+    """Return whether a value is an object of this package whose attributes loading may change."""
     return type(value).__module__.startswith("ghostclip.") and not isinstance(value, (type, *_APART))
 
 
@@ -139,6 +140,7 @@ class OptimizerAccount:
     """
 
     def __init__(self, account: Account, optimizer: DPOptimizer, sampling: Sampling) -> None:
+        """Serve one engine's optimizer."""
         self._account = account
         self._optimizer = optimizer
         self._sampling = sampling
@@ -197,11 +199,13 @@ def without_keys(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sealed(saved: Mapping[str, Any]) -> str:
+    """Return a state as JSON with its digest."""
     plain = json.loads(json.dumps(saved))
     return json.dumps({**plain, checkpoints.DIGEST: digest_of(plain)})
 
 
 def _read(text: str) -> dict[str, Any]:
+    """Return a state from JSON; refuse one that is incomplete, changed or of another version."""
     try:
         saved = json.loads(text)
     except (TypeError, ValueError) as error:

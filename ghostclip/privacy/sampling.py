@@ -78,7 +78,7 @@ class Sampling:
         return content_digest(getattr(self.loader, "dataset", None))
 
     def examine(self) -> None:
-        """Look at a few records: refuse other ones on other ranks and what mixes them, note what is padded."""
+        """Read a few records: refuse other records on other ranks, and a collate function that mixes them."""
         loader, empty = self.loader, 0.0
         if not isinstance(loader, DataLoader):
             return
@@ -101,7 +101,7 @@ class Sampling:
         raise NotImplementedError
 
     def settle(self, events: list[Charge]) -> None:
-        """Note that the charges of a step were written into the account."""
+        """Record that the charges of a step were written into the account."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run must know of steps that are paid for already, in plain values."""
@@ -123,6 +123,7 @@ class EventSampling(Sampling):
     """
 
     def __init__(self, loader: DPDataLoader | DeclaredSampling) -> None:
+        """Serve a private loader, or a sampling that the user declares."""
         self.event = loader.event
         self.expected_batch_size = float(loader.expected_batch_size)
         if isinstance(loader, DeclaredSampling):
@@ -150,7 +151,7 @@ class EventSampling(Sampling):
         return [cost_of(event, noise_multiplier=optimizer.noise_multiplier)]
 
     def planned(self, noise_multiplier: float, *, epochs: int) -> list[Charge]:
-        """Return one charge for all steps of whole passes."""
+        """Return the charge of all steps of so many passes."""
         return [cost_of(self.event, noise_multiplier=noise_multiplier, count=epochs * self._steps)]
 
 
@@ -165,6 +166,7 @@ class PeriodSampling(Sampling):
     """
 
     def __init__(self, loader: _StoppableLoader | DPDataLoader, mechanism: Mechanism | None = None) -> None:
+        """Serve a loader whose batches are charged by epoch or round."""
         self.loader = loader
         # A private sampler, or the batches of the user's own one.
         source: Any = loader.batch_sampler
@@ -177,14 +179,15 @@ class PeriodSampling(Sampling):
         self._epoch_steps, self._steps = len(loader), self.event.steps_per_event
         if mechanism is not None and self._scheme is not None:
             self.correlation = mechanism.correlation(self._scheme)
-        self._sigma: float | None = None
-        self._trainable: list[bool] | None = None
+        self._sigma: float | None = None  # noise multiplier of earlier steps, fixed where noise is correlated
+        self._trainable: list[bool] | None = None  # which parameters trained then
         self._source = source
+        # Periods charged, steps in the present one, and the noise multiplier that it was charged with.
         self._passes_seen, self._steps_in_pass, self._charged_at = 0, 0, math.inf
         self.load_state_dict({})
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
-        """Return what the step that is about to be released adds to the cost of its pass."""
+        """Return the charges of the coming step: those of a period that begins, or of less noise than was paid for."""
         # An event for each pass that begins, or one for less noise than the pass has paid for, or none.
         passes, sigma = optimizer.accumulated_iterations, optimizer.noise_multiplier
         if passes > 1 and self.event.kind != "shuffled":
@@ -205,7 +208,7 @@ class PeriodSampling(Sampling):
         return [charge] if _sigma_of(charge) < self._charged_at else []
 
     def _charges(self, sigma: float, passes: int, first: int, count: int) -> list[Charge]:
-        """Return what periods that follow each other cost."""
+        """Return the charges of `count` periods from number `first` on."""
         # k undeclared backward passes over one record add up to k times its bound.
         event, factors = replace(self.event, records_per_unit=passes), [1.0] * count
         if self._mechanism is not None and self._scheme is not None:
@@ -231,7 +234,7 @@ class PeriodSampling(Sampling):
         return number
 
     def settle(self, events: list[Charge]) -> None:
-        """Note a step and its charges."""
+        """Record a step and its charges: a period may have begun."""
         begun = self._source.periods_begun - self._passes_seen
         self._passes_seen += begun
         self._steps_in_pass += 1
@@ -264,6 +267,7 @@ class PeriodSampling(Sampling):
 
 
 def _sigma_of(charge: Charge) -> float:
+    """Return the noise multiplier of a charge."""
     # (σ, t) of a round.
     return float(charge[1][0] if isinstance(charge[1], tuple) else charge[0])
 
@@ -362,7 +366,7 @@ def _shuffled(loader: DataLoader[Any]) -> PeriodSampling:
 
 
 class _StoppableLoader(TakenAsItIs, DataLoader[Any]):
-    """A loader whose passes end on request."""
+    """The user's loader as it is, whose passes end on request and whose batches are logged."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self.handed_out(super().__iter__, self.batch_sampler)
@@ -393,12 +397,14 @@ class _CountedPasses(Sampler[list[int]]):
         self.draws.deliver()
 
     def __iter__(self) -> Iterator[list[int]]:
+        """Begin a pass, which counts from now on, and return its batches."""
         # Not a generator: the pass counts from when it is started, not from its first batch.
         self.periods_begun += 1
         self.draws.begin_pass()
         return self._logged()
 
     def _logged(self) -> Iterator[list[int]]:
+        """Yield the batches of a pass, each logged as a draw; refuse a record that comes twice."""
         taken = bytearray()
         for batch in self._batches:
             _take_once(batch, taken)
@@ -459,6 +465,7 @@ def content_digest(dataset: Any) -> str | None:
 
 
 def _content(record: Any) -> Iterator[object]:
+    """Yield plain values that identify a record's content."""
     for leaf in _tree.leaves(record):
         if isinstance(leaf, (Tensor, np.ndarray, np.generic)):
             values = torch.as_tensor(leaf).detach().cpu()
@@ -475,6 +482,7 @@ def _content(record: Any) -> Iterator[object]:
 
 
 def _bytes(values: Tensor) -> str:
+    """Return a hash of a tensor's bytes."""
     return hashlib.sha256(values.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 

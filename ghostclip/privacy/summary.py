@@ -96,7 +96,7 @@ _KEY: Final = "_ghostclip_released_by"
 
 
 class Released:
-    """The releases of one account, without the rest of an engine."""
+    """Accountant and runs of one account, as models it has released into refer to them."""
 
     # the account's table itself
     # exchanged with the account's
@@ -120,7 +120,7 @@ class _Marks(list[Released]):
 
 
 def remember(model: nn.Module, released: Released) -> None:
-    """Let the modules with trained parameters remember an account; called at its first release into a model."""
+    """Mark a model's trained modules with the account that releases into them."""
     for module in model.modules():
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             marks = vars(module).setdefault(_KEY, _Marks())
@@ -146,7 +146,7 @@ def warning_of(model: nn.Module, others: Sequence[Released], delta: float) -> st
 
 
 def texts_of(others: Iterable[Released], current: Released, delta: float) -> Iterator[str]:
-    """Yield clauses for a summary on what other engines have released into the models."""
+    """Yield clauses for a summary on other engines' releases into the same models."""
     for one in others:
         if current.continues(one):
             continue
@@ -161,4 +161,5 @@ def texts_of(others: Iterable[Released], current: Released, delta: float) -> Ite
 
 
 def _epsilon(accountant: Accountant, delta: float) -> str:
+    """Return an account's ε as text."""
     return rounded_up(released_bounds(accountant, delta, coordinates=0).upper)
