@@ -332,7 +332,7 @@ class GhostClipper:
         self._examiner.examine_losses(self._capture, loss_B, forward)
         if forward.batch_size > 1:
             asks = self._evidence.asks_of_loss(loss_B, forward)
-            if asks and (self._sharded is None or self._sharded.may_ask()):
+            if asks and (self._sharded is None or self._sharded.may_prove()):
                 with self._evidence.unseen(self._capture, [loss_B], forward):
                     probe_losses(self._evidence, self._capture, loss_B)
                 self._evidence.look_at_known(self._capture, loss_B, forward, mean=self.loss_reduction == "mean")

@@ -6,7 +6,7 @@ attached, the function is replaced by one that shows the roots to those whose fo
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from typing import Any, Final, Protocol
@@ -87,7 +87,7 @@ def forget(forward: ForwardContext) -> None:
     _waiting.pop(forward, None)
 
 
-def wait_again(examiner: Examiner, forward: ForwardContext) -> None:
+def expect_again(examiner: Examiner, forward: ForwardContext) -> None:
     """Register a forward whose backward has run for another one; its loss is examined as any."""
     forward.consumed = forward.examined = False
     _waiting[forward] = ref(examiner)
@@ -97,7 +97,7 @@ def _install() -> None:
     """Replace `torch.autograd.backward` by the function that examines losses first, unless that was done."""
     note_tensor_hooks()
     if not hasattr(torch.autograd.backward, _MARK):
-        torch.autograd.backward = _showing(torch.autograd.backward)
+        torch.autograd.backward = _with_examination(torch.autograd.backward)
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def unseen() -> Iterator[None]:
         _here.unseen = before
 
 
-def _showing(original: Callable[..., None]) -> Callable[..., None]:
+def _with_examination(original: Callable[..., None]) -> Callable[..., None]:
     """Return `torch.autograd.backward` so wrapped that the examiners of the forwards behind a loss examine it first."""
 
     @functools.wraps(original)
@@ -126,7 +126,7 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
         with ExitStack() as stack:
             for gathering in [one.gathering for one in owners if one.gathering is not None]:
                 stack.enter_context(gathering.backward())
-            _show(owners, _listed(roots), _listed(grads))
+            _examine(owners, _listed(roots), _listed(grads))
             retained = bool(kwargs.get("retain_graph") or (len(args) > _RETAIN and args[_RETAIN]))
             for forward in chain.from_iterable(owners.values()):
                 forward.retained = retained
@@ -138,14 +138,14 @@ def _showing(original: Callable[..., None]) -> Callable[..., None]:
                 with unseen():
                     original(*args, **kwargs)
             except BaseException:
-                _let_go(owners)
+                _stop_listeners(owners)
                 raise
 
     setattr(backward, _MARK, True)
     return backward
 
 
-def _let_go(owners: Collection[Examiner]) -> None:
+def _stop_listeners(owners: Collection[Examiner]) -> None:
     """Have every attached examiner drop the hooks of a backward that raised, except those busy in another thread."""
     # A second one through a graph, which is refused on its way, has no owner.
     elsewhere = {_waiting[forward]() for forward in _running if forward in _waiting}.difference(owners)
@@ -181,7 +181,7 @@ def forwards_behind(examiner: Examiner, root: Any) -> list[ForwardContext]:
     return _owners([root]).get(examiner, [])
 
 
-def _show(owned: Mapping[Examiner, list[ForwardContext]], roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
+def _examine(owned: dict[Examiner, list[ForwardContext]], roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
     """Have each examiner whose forwards lie behind a loss examine it, and mark these forwards as examined."""
     for examiner, forwards in owned.items():
         examiner.examine(roots, grads, forwards)

@@ -75,7 +75,7 @@ class SavedByBlock:
 
         return first
 
-    def let_go(self) -> None:
+    def drop_saved(self) -> None:
         """Drop the saved tensors: the backward recomputes them by running the block again."""
         for saved in self._saved:
             saved.tensor = None

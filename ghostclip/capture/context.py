@@ -28,11 +28,11 @@ from ghostclip.capture.plans import ByRule
 from ghostclip.capture.ranks import (
     Gathering,
     OnParts,
+    awaited,
     is_divided,
     quieten_wrapper,
     refuse_divided_outputs,
     refuse_whole_data,
-    settled,
 )
 from ghostclip.capture.row_maps import refuse_other_order
 from ghostclip.capture.row_tracker import RowTracker
@@ -149,7 +149,7 @@ class CaptureContext:
         self._watch = hooks.Watch()
         self._attach()
         for unit in units:
-            self._watch.extend(hooks.attach_inside(unit, self._enter_unit, self.substitution.give_back))
+            self._watch.extend(hooks.attach_inside(unit, self._enter_unit, self.substitution.restore))
             self._watch.extend(hooks.attach_after(unit, self._leave_unit))
         backward_entry.attach(self)
 
@@ -212,7 +212,7 @@ class CaptureContext:
         self.stop_listening()
         self.free_gathered()
         self.before_forward()
-        self.substitution.take_stock()
+        self.substitution.record_held()
         self.forward = forward = ForwardContext(self._around, 0, self.axis)
         size = self.bags.batch_size(call.args, call.kwargs, self.axis)
         if size == 0:
@@ -224,7 +224,7 @@ class CaptureContext:
             forward.noted = self.note_inputs.note(tensors, size)
         if self._prover is not None:
             try:
-                with nullcontext() if self.gathering is None else self.gathering.telling():
+                with nullcontext() if self.gathering is None else self.gathering.announcing_error():
                     self._prover.begin(self, call, tensors)
             except BaseException:
                 self._break_off()
@@ -404,7 +404,7 @@ class CaptureContext:
         self._running = None
         if failed:
             if self.gathering is not None:
-                self.gathering.tell_failure()
+                self.gathering.announce_failure()
             return None
         read = output
         with self.doubted_if_refused(), nullcontext() if self.gathering is None else self.gathering.errors_shared():
@@ -413,7 +413,7 @@ class CaptureContext:
             if self._rows.missed:
                 self.sites.forget_since(self._sites_before)
                 read = self.again(call)
-                self.forward.meet_unknown()
+                self.forward.require_evidence_always()
             outputs = outputs_of(read)
             self._meet_end(outputs)
             result = read if self._prover is None else self._prover.end(self, call, read)
@@ -436,7 +436,7 @@ class CaptureContext:
             nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
             way = tuple([(_torch.order_of(node) - forward.latest, type(node)) for node in nodes])
             if way not in self.sites.ends:
-                forward.meet(self.sites.ends, way)
+                forward.require_evidence(self.sites.ends, way)
 
     def again(self, call: ModuleCall) -> Any:
         """Run the latest forward once more, as a new one of the same batch."""
@@ -544,7 +544,7 @@ class CaptureContext:
         name = operation_name(func)
         if name in LOOKED_AT:
             return self._intercept_plain(func, args, kwargs)
-        args, kwargs = settled(args, kwargs)
+        args, kwargs = awaited(args, kwargs)
         if is_divided(args, kwargs):
             return OnParts(func, name, args, kwargs, self.forward, self._intercept_plain).result()
         assert self.gathering is not None, "who divides"
@@ -587,11 +587,11 @@ class CaptureContext:
         layout = layout_of(operation, forward) if operation.plain else ArgumentLayout(None)
         plan, orders = decide(operation, layout, forward)
         for order in orders:
-            order.note(forward)
+            order.record_in(forward)
         if not isinstance(plan, ByRule):
             return plan.run(forward)
         use = plan.use_in(forward)
-        self._decisions.put((func, id(first)), operation, plan, use)
+        self._decisions.store((func, id(first)), operation, plan, use)
         return plan.carry_out(use)
 
     # -- backward -----------------------------------------------------------------------------------------------
@@ -668,7 +668,7 @@ class CaptureContext:
     def _go_back(self, forwards: list[ForwardContext]) -> list[ForwardContext]:
         self.forward, *others = forwards
         for other in others:
-            self.forward.take_over(other)
+            self.forward.merge(other)
         return forwards
 
     def watching_backward(self) -> AbstractContextManager[None]:

@@ -34,7 +34,7 @@ from ghostclip.capture.derive import refuse_data, reorders_copies
 from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.layouts import ArgumentLayout, is_data, per_sample_axis
 from ghostclip.capture.nodes import SavedForm, save_tensors
-from ghostclip.capture.param_use import FactorFunction, ParamUse, attached_again, look_up, run_and_save
+from ghostclip.capture.param_use import FactorFunction, ParamUse, attached_again, record_ids, run_and_save
 from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, PerSampleCopies, Plan, Write
 from ghostclip.capture.rewrite import decompose, rewritten
 from ghostclip.capture.row_maps import IN_ORDER, RowMap, RowOrder, axis_maps, candidates_along, order_of_rows, row_maps
@@ -103,7 +103,7 @@ def _consuming(
     operation: Operation, layout: ArgumentLayout, data: Sequence[Tensor], forward: ForwardContext
 ) -> tuple[Plan, list[RowOrder]]:
     """Choose the plan of an operation that combines parameters with per-sample data."""
-    bound = _bound(operation, forward)
+    bound = _apply_rule(operation, forward)
     sample_axes = _per_sample_axes(operation, layout, forward)
     orders: list[RowOrder] = []
     if sample_axes and all(tracked.origin.value.dim() > 2 for tracked in operation.tracked):
@@ -138,16 +138,16 @@ def _per_sample_axes(operation: Operation, layout: ArgumentLayout, forward: Forw
     return {} if CONSTANT in axes.values() else axes
 
 
-def _bound(operation: Operation, forward: ForwardContext) -> tuple[dict[str, TrackedTensor], Captured] | None:
+def _apply_rule(operation: Operation, forward: ForwardContext) -> tuple[dict[str, TrackedTensor], Captured] | None:
     """Apply the operation's rule; its error then names the module of the parameter."""
     try:
-        return _bind(operation)
+        return _rule_result(operation)
     except GhostClipError as error:
         location = forward.around.describe(operation.tracked[0].origin.names[0])
         raise type(error)(f"{location}: {error}") from None
 
 
-def _bind(
+def _rule_result(
     operation: Operation, in_place_of: Mapping[int, Tensor] | None = None
 ) -> tuple[dict[str, TrackedTensor], Captured] | None:
     """Apply the operation's rule: return its tracked arguments by name and what the rule captured; None without one."""
@@ -177,7 +177,7 @@ def _axis_of_rows(operation: Operation, captured: Captured, layout: ArgumentLayo
     pairs = zip(_tree.tensors((operation.args, operation.kwargs)), layout.resized, strict=True)
     empty = {id(tensor): _of_shape(tensor, shape) for tensor, shape in pairs}
     try:
-        more = _bind(operation, empty)
+        more = _rule_result(operation, empty)
     except (RuntimeError, ValueError, IndexError, GhostClipError):
         return UNKNOWN
     if more is None:
@@ -368,7 +368,7 @@ class _CachedDecision:
             run = partial(_shielded, func, values, keywords)
             return run_and_save(use, run, (rows,) if self.saves else (), product=True)
         if self.name == "embedding":
-            look_up(use, rows)
+            record_ids(use, rows)
         if self.saves:
             # Before the operation runs, which may change its input in place (then reading it back is an error).
             use.node = save_tensors((rows,), form)
@@ -402,7 +402,7 @@ class DecisionCache:
                 return decision.run(key[0], rows, forward)
         return None
 
-    def put(self, key: CallKey, operation: Operation, plan: ByRule, use: ParamUse) -> None:
+    def store(self, key: CallKey, operation: Operation, plan: ByRule, use: ParamUse) -> None:
         """Store a rule's plan as the decision for this form of arguments, if it follows from the form alone."""
         forward = use.forward
         is_cacheable = plan.rows.layout is torch.strided and _is_of_form(operation, plan)

@@ -99,7 +99,7 @@ class ForwardContext:
     # numbers of the first node of the graph that proofs made after it, and of the first one behind theirs
     proofs: tuple[int, int] = (0, 0)
     # unproved ways, each with the set of proved ones that it is to join
-    met: list[tuple[set[Any], Any]] = field(default_factory=list)
+    unproved_ways: list[tuple[set[Any], Any]] = field(default_factory=list)
     # ids by which rows of tables were looked up, by parameter
     looked_up: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     # positions of its outputs that samples have only because others are longer, once computed
@@ -147,29 +147,29 @@ class ForwardContext:
         again = frozenset([name for name, count in names.items() if count > 1])
         self._counts = _Counts(len(self.uses), names, again, Counter(self.addresses))
 
-    def meet(self, proved: set[Any], way: Any) -> None:
+    def require_evidence(self, proved: set[Any], way: Any) -> None:
         """Mark the forward as unproved: it reached a call site in a way (`Way`) not among the proved ones."""
         if len(proved) < MAX_WAYS:
             self.unproven = True
-            self.met.append((proved, way))
+            self.unproved_ways.append((proved, way))
 
-    def meet_unknown(self) -> None:
+    def require_evidence_always(self) -> None:
         """Mark the forward as unproved whatever earlier ones have shown, and no later one as proved by it."""
-        self.meet(set(), None)
+        self.require_evidence(set(), None)
 
     def prove(self) -> None:
         """Mark the ways that this forward took as proved, unless its evidence does not count."""
         if not self.proves:
             return
-        for proved, way in self.met:
+        for proved, way in self.unproved_ways:
             proved.add(way)
-        self.met.clear()
+        self.unproved_ways.clear()
 
     def restart(self) -> None:
         """Count hooks of others from now on: those set before belong to the rehearsal."""
         self.hooks_before = hooks_before_now()
 
-    def take_over(self, other: "ForwardContext") -> None:
+    def merge(self, other: "ForwardContext") -> None:
         """Add another forward's losses, padding and open proofs to this one's, as one loss follows from both."""
         self.losses += other.losses
         other.losses.clear()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch
-from ghostclip.capture.sample_axis import ROWS_KEY, SampleAxis, note
+from ghostclip.capture.sample_axis import ROWS_KEY, SampleAxis, set_metadata
 from ghostclip.capture.tracked import TrackedTensor
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -312,7 +312,7 @@ def tied(item: Any, anchor: Tensor, batch_size: int, axis: int) -> Any:
         return item
     alias = _Tie.apply(anchor, item)
     if axis < item.dim() and item.shape[axis] == batch_size:
-        note(alias.grad_fn, ROWS_KEY, SampleAxis(axis, 1, batch_size, 1))
+        set_metadata(alias.grad_fn, ROWS_KEY, SampleAxis(axis, 1, batch_size, 1))
     return alias
 
 

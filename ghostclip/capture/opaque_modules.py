@@ -146,7 +146,7 @@ class OpaqueModules:
         node = save_tensors([leaf for leaf in inputs if isinstance(leaf, Tensor)])
         leaves = [(None, True) if isinstance(leaf, Tensor) else (leaf, False) for leaf in inputs]
         self._running.append(_ModuleForward(module, samplers, tracked, node, leaves, structure, location))
-        _put(module, {name: one.origin.value for name, one in tracked.items()})
+        _set_parameters(module, {name: one.origin.value for name, one in tracked.items()})
 
     def leave(self, module: nn.Module, output: Any, forward: ForwardContext) -> Any:
         """Restore a module's parameters and register the use of all of them."""
@@ -154,7 +154,7 @@ class OpaqueModules:
         if not self._running or self._running[-1].module is not module:
             return output
         call = self._running.pop()
-        _put(module, call.tracked)
+        _set_parameters(module, call.tracked)
         if output is None:
             return None
         leaves, structure = _torch.tree_flatten(output)
@@ -176,7 +176,7 @@ class OpaqueModules:
         rows = output.movedim(axis, 0) if output.dim() else output
         # Rows were brought to the front: whichever axis they came from, folded ones are read as the model's axis says.
         maps, order = row_maps(rows, rows.shape[:1], UNKNOWN, forward)
-        order.note(forward)
+        order.record_in(forward)
         if not maps:
             raise BatchAxisError(no_axis_message(site, output, forward))
         unwatched, compared = self._unwatched, self._compared
@@ -213,7 +213,7 @@ class _CallRows:
     split: Callable[[Tensor], Tensor]  # reshapes (n, *F) to (B, T, *F), padded with 0
     unwatched: Unwatched
 
-    def ask(self, sampler: Sampler, *, norms: bool) -> dict[str, Tensor]:
+    def sampled(self, sampler: Sampler, *, norms: bool) -> dict[str, Tensor]:
         """Run a sampler on the call's rows, and return its result by parameter name, shapes checked."""
         activations = [self._rows_first(tensor) for tensor in self.inputs]
         params = {
@@ -277,7 +277,7 @@ class _CallRows:
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of every row, ``(n, *P)``: the sampler's, or autograd's one row after the other."""
         if self.call.samplers.gradients is not None:
-            return self.ask(self.call.samplers.gradients, norms=False)
+            return self.sampled(self.call.samplers.gradients, norms=False)
         output, params = self.rerun()
         rows = self.grad_n.shape[0]
         number_n = torch.arange(rows, device=self.grad_n.device)
@@ -318,15 +318,15 @@ class _CallSums:
 
     def __init__(self, rows: _CallRows) -> None:
         self._rows = rows
-        self._asked: tuple[Tensor, Tensor] | None = None  # what `_found` was formed with
+        self._formed_with: tuple[Tensor, Tensor] | None = None  # what `_found` was formed with
         self._found: dict[str, Tensor] = {}  # sums that were not handed out yet
 
     def of(self, name: str, coef_B: Tensor, keep_B: Tensor) -> Tensor:
         """Return one parameter's weighted sum; the sums of all are formed with the first one asked for."""
-        same = self._asked is not None and all(map(torch.equal, self._asked, (coef_B, keep_B)))
+        same = self._formed_with is not None and all(map(torch.equal, self._formed_with, (coef_B, keep_B)))
         if not same or name not in self._found:
             self._found = self._rows.masked(keep_B).weighted_sums(coef_B)
-            self._asked = (coef_B.clone(), keep_B)
+            self._formed_with = (coef_B.clone(), keep_B)
         return self._found.pop(name)
 
 
@@ -338,7 +338,7 @@ def _factors(rows: _CallRows) -> dict[str, Factor]:
     sums = _CallSums(rows)
     return {
         name: Sampled(norm_B, _LaterGradient(rows, name, sums), shape=rows.call.tracked[name].origin.value.shape)
-        for name, norm_B in rows.ask(norms, norms=True).items()
+        for name, norm_B in rows.sampled(norms, norms=True).items()
     }
 
 
@@ -352,7 +352,7 @@ def _tracked_of(module: nn.Module) -> dict[str, TrackedTensor]:
     return tracked
 
 
-def _put(module: nn.Module, values: Mapping[str, Any]) -> None:
+def _set_parameters(module: nn.Module, values: Mapping[str, Any]) -> None:
     """Set entries of a module's parameter tables, by dotted name."""
     for name, value in values.items():
         path, _, key = name.rpartition(".")
@@ -364,8 +364,8 @@ def _in_place_of_parameters(module: nn.Module, values: Mapping[str, Any]) -> Ite
     """Replace a module's parameters by other tensors within the block."""
     parts = {name: module.get_submodule(name.rpartition(".")[0]) for name in values}
     before = {name: _torch.parameter_table(part)[name.rpartition(".")[2]] for name, part in parts.items()}
-    _put(module, values)
+    _set_parameters(module, values)
     try:
         yield
     finally:
-        _put(module, before)
+        _set_parameters(module, before)

@@ -30,7 +30,7 @@ from ghostclip.capture.derive import pull_back
 from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.nodes import SavedTensors, enter_graph, may_cast, save_tensors, under_checkpoint, without_view
 from ghostclip.capture.row_maps import RowMap
-from ghostclip.capture.sample_axis import METADATA_KEY, SampleAxis, leads_to, note
+from ghostclip.capture.sample_axis import METADATA_KEY, SampleAxis, leads_to, set_metadata
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import AtIndex, Diagonal, Factor, Head, Outer, Permuted, Rows, Stacked, Windows
@@ -140,11 +140,11 @@ class ParamUse:
         for key, factor in self.factors(saved, grad, split).items():
             pulled = self._pulled(key, factor)
             if not is_explained or key not in self.site.statistics:
-                self.explain(key, factor, grad, saved, pulled[0][1] if len(pulled) == 1 else None)
+                self.record(key, factor, grad, saved, pulled[0][1] if len(pulled) == 1 else None)
             pairs += pulled
         return pairs
 
-    def explain(self, key: str, factor: Factor, grad: Tensor, saved: Sequence[Tensor], pulled: Factor | None) -> None:
+    def record(self, key: str, factor: Factor, grad: Tensor, saved: Sequence[Tensor], pulled: Factor | None) -> None:
         """Store statistics of an argument for the coverage report."""
         # `pulled`: the factor of the parameter behind the argument where there is one only.
         self.site.statistics[key] = statistics_of(self, key, factor, grad, saved, pulled)
@@ -309,7 +309,7 @@ def count(use: ParamUse, node: Any, behind: Any, counted: Counted | None = None)
         if way in site.ways:
             site.way = way
         else:
-            forward.meet(site.ways, way)
+            forward.require_evidence(site.ways, way)
 
 
 def attached_again(use: ParamUse, output: Tensor, *, anchored: bool, counted: Counted | None) -> Tensor:
@@ -324,7 +324,7 @@ def attached_again(use: ParamUse, output: Tensor, *, anchored: bool, counted: Co
     count(use, node, use.behind, counted)
     if type(use.node) is not SavedTensors and under_checkpoint():
         forward.note_checkpointing(again=False)
-    note(node, METADATA_KEY, use)
+    set_metadata(node, METADATA_KEY, use)
     return output
 
 
@@ -332,7 +332,7 @@ def run_and_save(use: ParamUse, run: Callable[[], Tensor], saved: Sequence[Tenso
     """Run an operation, store what its backward needs in the use, and return the output as it is."""
     # product: a product of matrices, which autocast forms in 16 bits and which changes no input.
     if use.site.operation == "embedding":
-        look_up(use, saved[0])
+        record_ids(use, saved[0])
     if product and saved and may_cast(saved[0]):
         output, casts = run(), use.forward.casts
         use.node = save_tensors([casts.of(tensor, output.dtype) for tensor in saved])
@@ -342,7 +342,7 @@ def run_and_save(use: ParamUse, run: Callable[[], Tensor], saved: Sequence[Tenso
     return run()
 
 
-def look_up(use: ParamUse, ids: Tensor) -> None:
+def record_ids(use: ParamUse, ids: Tensor) -> None:
     """Record in the forward the ids by which rows of an embedding table are looked up."""
     for name in use.site.names:
         use.forward.looked_up[name].append(ids)
@@ -357,7 +357,7 @@ def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Ten
         output = enter_graph(output, anchor)
     node = _torch.hear_gradient(output, hook)
     register(use, node, rows.grad_fn)
-    note(node, METADATA_KEY, use)
+    set_metadata(node, METADATA_KEY, use)
     return output
 
 

@@ -37,7 +37,7 @@ from ghostclip.capture.param_use import (
     versions_of,
 )
 from ghostclip.capture.row_maps import RowMap, axis_maps, candidates, order_of_rows, wants_gradient
-from ghostclip.capture.sample_axis import ROWS_KEY, note
+from ghostclip.capture.sample_axis import ROWS_KEY, set_metadata
 from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.errors import BatchAxisError
 from ghostclip.factors import Dense, Factor
@@ -207,7 +207,7 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
 def _gathered(tensor: Tensor, forward: ForwardContext) -> Tensor | None:
     """Return the sample of each gathered row of a tensor, and note the gathering in the forward."""
     order = order_of_rows(tensor, 0, forward)
-    order.note(forward)
+    order.record_in(forward)
     return order.samples
 
 
@@ -245,7 +245,7 @@ def _delivery(
             if at_once is not None:
                 return at_once
             if use.forward.batch_size > 1:
-                _tell_slow(use)
+                _warn_slow(use)
             return _one_by_one(every, rerun.inputs, use.forward.batch_size)
 
         use.factors = factors
@@ -266,7 +266,7 @@ def _at_once(use: ParamUse, rerun: Rerun, arrived: Sequence[Arrived]) -> Mapping
     return {str(number): Dense(grad) for number, grad in enumerate(sample_grads)}
 
 
-def _tell_slow(use: ParamUse) -> None:
+def _warn_slow(use: ParamUse) -> None:
     """Warn, once for a parameter, that it has no rule."""
     site, around = use.site, use.forward.around
     if site.names not in around.sites.told:
@@ -493,6 +493,6 @@ def _entered(
     rows = None if maps[0].is_guessed and len(maps) > 1 else maps[0].sample_axis(entered.shape, forward.batch_size)
     if rows is not None:
         # What data outside the graph that it meets cannot say.
-        note(entered.grad_fn, ROWS_KEY, rows if rows.axis < 0 else rows._replace(axis=expanded.row_axis))
+        set_metadata(entered.grad_fn, ROWS_KEY, rows if rows.axis < 0 else rows._replace(axis=expanded.row_axis))
     entered.register_hook(use.arrive)
     return entered

@@ -74,10 +74,10 @@ class Gathering(Protocol):
     def divides(self) -> bool:
         """Whether ranks share samples, and compute with parts of parameters."""
 
-    def agree_to_ask(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
+    def must_prove(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
         """Decide, with all ranks, whether to prove the coming forward; if so, gather all parameters for it."""
 
-    def may_ask(self) -> bool:
+    def may_prove(self) -> bool:
         """Return whether all parameters are gathered to prove this forward; else ask for that in a later one."""
 
     @property
@@ -93,7 +93,7 @@ class Gathering(Protocol):
     def backward(self) -> AbstractContextManager[None]:
         """Return a context for a backward: a rank that leaves it says why, and the others raise that."""
 
-    def telling(self) -> AbstractContextManager[None]:
+    def announcing_error(self) -> AbstractContextManager[None]:
         """Return a context whose errors the others raise in `together`, which this rank does not reach."""
 
     def sharing(self, what: str) -> AbstractContextManager[None]:
@@ -102,7 +102,7 @@ class Gathering(Protocol):
     def any_sharing(self, holds: bool) -> bool:  # noqa: FBT001 - what is asked, no option
         """Return whether something holds on a rank that shares samples with this one; called on all of these."""
 
-    def tell_failure(self) -> None:
+    def announce_failure(self) -> None:
         """Have the other ranks raise in `together` that this rank's forward has failed."""
 
     def free_gathered(self) -> None:
@@ -145,7 +145,7 @@ def quieten_wrapper(model: nn.Module) -> None:
     wrapper.require_backward_grad_sync = False
 
 
-def settled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def awaited(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Wait for collectives that still write to the arguments, and return the finished arguments."""
     if not any(map(_torch.is_arriving, plain_leaves((args, kwargs)))):
         return args, kwargs
@@ -236,40 +236,40 @@ class OnParts:
         """Run a linear map whose weight is divided by outputs or by inputs."""
         from torch.distributed.tensor import Partial, Shard
 
-        x, weight, bias, *_ = self._bound(_LINEAR)
-        divides, last = self._lies(weight), x.dim() - 1
+        x, weight, bias, *_ = self._arguments(_LINEAR)
+        divides, last = self._divided_axis(weight), x.dim() - 1
         if divides is None:
             return self.alike()
         if divides == 0:
-            self._require(x, None)
-            if bias is not None and self._lies(bias) != 0:
+            self._require_placement(x, None)
+            if bias is not None and self._divided_axis(bias) != 0:
                 self._refuse("its weight is divided by outputs, and its bias is not")
             output = self._captured(self._local(x, Partial()), self._part(weight), self._part(bias))
-            return self._lay(output, Shard(last), (*x.shape[:-1], _whole_shape(weight)[0]))
-        self._require(x, last)
-        if bias is not None and self._lies(bias) is not None:
+            return self._placed(output, Shard(last), (*x.shape[:-1], _whole_shape(weight)[0]))
+        self._require_placement(x, last)
+        if bias is not None and self._divided_axis(bias) is not None:
             self._refuse("its weight is divided by inputs, and its bias is divided as well")
         output = self._captured(self._local(x, Shard(last)), self._part(weight), self._part(bias))
         if bias is not None and self._rank > 0:
             # Every rank's part of the sum has it, and its gradient is the same on all; in the sum it counts once.
             output = output - _value(bias).to(output.dtype)
-        return self._lay(output, Partial(), tuple(output.shape))
+        return self._placed(output, Partial(), tuple(output.shape))
 
     def embedding(self) -> Any:
         """Look up rows in a table divided by rows or by columns."""
         from torch.distributed.tensor import Partial, Shard
 
-        ids, weight, padding, max_norm, *rest = self._bound(_EMBEDDING)
-        divides = self._lies(weight)
+        ids, weight, padding, max_norm, *rest = self._arguments(_EMBEDDING)
+        divides = self._divided_axis(weight)
         if divides is None:
             return self.alike()
         if max_norm is not None:
             self._refuse("max_norm changes rows that other ranks hold")
-        self._require(ids, None)
+        self._require_placement(ids, None)
         here = self._local(ids, None)
         if divides == 1:
             output = self._captured(here, self._part(weight), padding, None, *rest)
-            return self._lay(output, Shard(output.dim() - 1), (*ids.shape, _whole_shape(weight)[1]))
+            return self._placed(output, Shard(output.dim() - 1), (*ids.shape, _whole_shape(weight)[1]))
         rows, total = self._part(weight).shape[0], _whole_shape(weight)[0]
         if leaves_empty(total, self._mesh.size()):
             self._refuse(f"some ranks hold none of the {total} rows of the table: divide it over fewer ranks")
@@ -280,7 +280,7 @@ class OnParts:
             padding = padding if 0 <= padding < rows else None
         local_ids = (here - first).masked_fill(elsewhere, 0)
         output = self._captured(local_ids, self._part(weight), padding, None, *rest)
-        return self._lay(output.masked_fill(elsewhere.unsqueeze(-1), 0.0), Partial(), (*ids.shape, output.shape[-1]))
+        return self._placed(output.masked_fill(elsewhere.unsqueeze(-1), 0.0), Partial(), (*ids.shape, output.shape[-1]))
 
     def alike(self) -> Any:
         """Run an operation whose parameters every rank has whole, on data placed alike."""
@@ -288,7 +288,7 @@ class OnParts:
 
         moving = [one for one in self._data if not isinstance(one, nn.Parameter)]
         frozen = [one for one in self._data if isinstance(one, nn.Parameter)]
-        if any(self._lies(one) is not None for one in (*self._tracked, *frozen)):
+        if any(self._divided_axis(one) is not None for one in (*self._tracked, *frozen)):
             self._refuse("an operation on a divided parameter other than linear and embedding has no rule")
         placed = {_placement(one) for one in moving} or {Replicate()}
         if len(placed) > 1:
@@ -299,14 +299,14 @@ class OnParts:
         elif not isinstance(lies, Replicate):
             self._refuse(f"its data is {lies}: redistribute it to Replicate() or Shard(1) before")
         for tracked in self._tracked:
-            self._note(tracked, spread=isinstance(lies, Shard))
+            self._record_spread(tracked, spread=isinstance(lies, Shard))
         output = self._run(self._func, *self._with_parts(lies))
         if not isinstance(output, Tensor):
             self._refuse("it returns no single tensor")
         whole = list(output.shape)
         if isinstance(lies, Shard):
             whole[lies.dim] = moving[0].shape[lies.dim]
-        return self._lay(output, lies, tuple(whole))
+        return self._placed(output, lies, tuple(whole))
 
     def _require_by_position(self, data: Sequence[Tensor], axis: int) -> None:
         """Refuse divided positions where an operation is not one of each position by itself."""
@@ -325,12 +325,12 @@ class OnParts:
         rank: int = self._mesh.get_local_rank()
         return rank
 
-    def _bound(self, names: Sequence[str]) -> list[Any]:
+    def _arguments(self, names: Sequence[str]) -> list[Any]:
         """Return arguments by the names of the function's, None for missing ones."""
         arguments = dict(zip(names, self._args, strict=False)) | self._kwargs
         return [arguments.get(name) for name in names]
 
-    def _lies(self, operand: Any) -> int | None:
+    def _divided_axis(self, operand: Any) -> int | None:
         """Return the axis along which a parameter is divided; None where every rank has all of it."""
         if not isinstance(operand, TrackedTensor):
             return _divides(operand)
@@ -347,7 +347,7 @@ class OnParts:
     def _part(self, operand: Any) -> Any:
         """Return this rank's part of an argument: a tracked part, or that of a frozen parameter."""
         if isinstance(operand, TrackedTensor):
-            self._note(operand, spread=False)
+            self._record_spread(operand, spread=False)
             return operand
         return None if operand is None else _torch.local(operand)
 
@@ -371,7 +371,7 @@ class OnParts:
 
         return tuple(map(one, self._args)), {key: one(item) for key, item in self._kwargs.items()}
 
-    def _lay(self, part: Tensor, lies: Placement, shape: tuple[int, ...]) -> Any:
+    def _placed(self, part: Tensor, lies: Placement, shape: tuple[int, ...]) -> Any:
         """Return this rank's part of a result as a DTensor of a placement and whole shape."""
         from torch.distributed.tensor import DTensor
 
@@ -380,7 +380,7 @@ class OnParts:
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(part, self._mesh, [lies], run_check=False, shape=torch.Size(shape), stride=stride)
 
-    def _require(self, data: Any, axis: int | None) -> None:
+    def _require_placement(self, data: Any, axis: int | None) -> None:
         """Refuse data that is not placed as a divided weight needs it: nothing is redistributed here."""
         from torch.distributed.tensor import Replicate, Shard
 
@@ -391,7 +391,7 @@ class OnParts:
 
     # -- what is noted --------------------------------------------------------------------------------------------
 
-    def _note(self, tracked: TrackedTensor, *, spread: bool) -> None:
+    def _record_spread(self, tracked: TrackedTensor, *, spread: bool) -> None:
         """Record whether each rank has only a part of the gradients of the parameters behind a tracked tensor."""
         for name in tracked.origin.names:
             if self._forward.spread.setdefault(name, spread) != spread:

@@ -183,11 +183,11 @@ class RowOrder(NamedTuple):
     in_graph: bool
     row_map: RowMap | None = None  # of rows that were followed through the graph
 
-    def note(self, forward: ForwardContext) -> None:
+    def record_in(self, forward: ForwardContext) -> None:
         """Mark in a forward that rows that reach a parameter were gathered or put into another order."""
         if self.unknown:
             # Whatever it is taken for, what one forward shows of it says nothing about the next.
-            forward.meet_unknown()
+            forward.require_evidence_always()
             forward.reordered = True
         if self.samples is not None:
             forward.gathered = True
@@ -238,7 +238,7 @@ def refuse_other_order(model: nn.Module, outputs: Sequence[Tensor], forward: For
             continue
         order = order_of_rows(output, 0, forward)
         if order.unknown:
-            order.note(forward)
+            order.record_in(forward)
         elif order.samples is not None and order.samples.tolist() != list(range(size)):
             raise BatchAxisError(
                 f"{type(model).__name__} returns an output of shape {tuple(output.shape)} whose rows lie in another "

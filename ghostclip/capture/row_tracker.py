@@ -35,8 +35,8 @@ from ghostclip.capture.sample_axis import (
     SampleAxis,
     columns_of,
     is_written,
-    note,
     sample_axis_at,
+    set_metadata,
 )
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import UnsupportedModelError
@@ -247,7 +247,7 @@ class RowTracker(TorchFunctionMode):
 
     def admit(self, packed: PackedSequence) -> None:
         """Store the samples of the rows of a packed sequence that is an input of the model."""
-        self._tell(packed.data, rows_of(packed))
+        self._store_samples(packed.data, rows_of(packed))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -282,37 +282,37 @@ class RowTracker(TorchFunctionMode):
                     self._changed = True
                     (self._packed if func == _torch.PACK else self._unpacked)(args, result)
                 else:
-                    self._note(func, args, kwargs, result)
+                    self._track(func, args, kwargs, result)
         return result
 
-    def _note(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _track(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Store which samples the rows of a function's result belong to."""
         base: Any = args[0] if args else kwargs.get("input")
         node: Any = result.grad_fn if func in _INDEXED and isinstance(result, Tensor) else None
         if node is not None and under_checkpoint():
             # Whoever asks the node would have the checkpoint run its part again, in the middle of the forward.
-            note(node, INDEX_KEY, _index(func, base, args, kwargs))
+            set_metadata(node, INDEX_KEY, _index(func, base, args, kwargs))
             self._changed = self._noted = True
         written = base if func is torch.Tensor.__setitem__ else result
         into = written.grad_fn if isinstance(base, Tensor) and isinstance(written, Tensor) else None
         if into is not None and is_written(into) and not under_checkpoint():
             # Rows in the graph, written among others, which may have an order that the graph does not have.
-            note(into, *((INDEX_KEY, None) if self._rows.get(base) is None else (ROWS_KEY, LOST)))
+            set_metadata(into, *((INDEX_KEY, None) if self._rows.get(base) is None else (ROWS_KEY, LOST)))
             self._noted = True
         if func is torch.Tensor.__setitem__:
-            if _scatters(args[1], args[2]) and self._known(base) is not None:
+            if _scatters(args[1], args[2]) and self._order_before(base) is not None:
                 self._rows[base] = UNKNOWN_ORDER
             return
         outputs = [tensor for tensor in _tree.tensors(result) if tensor.dim() and not tensor.requires_grad]
         if not outputs:
             return
-        if isinstance(base, Tensor) and self._note_selection(func, base, args, kwargs, outputs):
+        if isinstance(base, Tensor) and self._track_selection(func, base, args, kwargs, outputs):
             return
         if func in _PLACES and self._loses_order(func, _tree.tensors((args, kwargs)), outputs[0]):
-            self._mark(outputs, UNKNOWN_ORDER, None)
+            self._store_order(outputs, UNKNOWN_ORDER, None)
             return
         if func in _JOINS and self._axis == 0 and kwargs.get("dim", args[1] if len(args) > 1 else 0) == 0:
-            self._mark(outputs, self._joined(args[0] if args else kwargs["tensors"]), None)
+            self._store_order(outputs, self._joined(args[0] if args else kwargs["tensors"]), None)
             return
         tensors = _tree.tensors((args, kwargs))
         marked = [rows for tensor in tensors if (rows := self._rows.get(tensor)) is not None]
@@ -321,9 +321,9 @@ class RowTracker(TorchFunctionMode):
             marked += [rows for tensor in tensors if tensor.dim() and (rows := self._beside(tensor)) is not None]
             same = all(rows is not UNKNOWN_ORDER and torch.equal(rows, marked[0]) for rows in marked)
             known = marked[0] if same and func not in _TURNS else UNKNOWN_ORDER
-            self._mark(outputs, known, None, guessed=any(tensor in self._guessed for tensor in tensors))
+            self._store_order(outputs, known, None, guessed=any(tensor in self._guessed for tensor in tensors))
 
-    def _note_selection(
+    def _track_selection(
         self,
         func: Callable[..., Any],
         base: Tensor,
@@ -333,14 +333,14 @@ class RowTracker(TorchFunctionMode):
     ) -> bool:
         """Store the samples of rows that a call picks, sorts, folds or splits; False where it does neither."""
         if func in _PICKS:
-            self._note_pick(func, args, kwargs, outputs)
+            self._track_pick(func, args, kwargs, outputs)
         elif func in _SORTS:
-            if self._known(base) is not None and outputs[0].is_floating_point() == base.is_floating_point():
+            if self._order_before(base) is not None and outputs[0].is_floating_point() == base.is_floating_point():
                 self._rows[outputs[0]] = UNKNOWN_ORDER
         elif func in _FOLDS:
-            return self._note_fold(base, outputs[0])
+            return self._track_fold(base, outputs[0])
         else:
-            return func in _PIECES and self._note_pieces(func, args, kwargs, outputs)
+            return func in _PIECES and self._track_pieces(func, args, kwargs, outputs)
         return True
 
     def _is_followed(self, base: Tensor) -> bool:
@@ -350,7 +350,7 @@ class RowTracker(TorchFunctionMode):
     def _beside(self, tensor: Tensor) -> Tensor | None:
         """Return the sample of each row of data in the samples' own order; None where it is no such data."""
         is_data = not tensor.requires_grad and self._rows.get(tensor) is None and id(tensor) in self._came_in
-        return self._arranged(tensor) if is_data else None
+        return self._in_batch_order(tensor) if is_data else None
 
     def _loses_order(self, func: Callable[..., Any], tensors: Sequence[Tensor], output: Tensor) -> bool:
         """Return whether data is stacked, or multiplied from the left (`P @ x`): nobody knows the order of its rows."""
@@ -361,42 +361,42 @@ class RowTracker(TorchFunctionMode):
         # The left factor keeps its rows, a permutation matrix orders those of the right one.
         named = func in (torch.einsum, torch.tensordot)
         factors = [factor for factor in tensors[1:] if not factor.requires_grad and (factor.dim() == 2 or named)]
-        return any(factor.dim() > 0 and self._arranged(factor) is not None for factor in factors)
+        return any(factor.dim() > 0 and self._in_batch_order(factor) is not None for factor in factors)
 
-    def _note_pick(
+    def _track_pick(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
     ) -> None:
         """Store the samples of the rows that an index, flip or roll selects."""
         base = args[0] if args else kwargs["input"]
         if "index" in kwargs:
             args, kwargs = (base, *args[1:], *(kwargs[name] for name in ("dim", "index") if name in kwargs)), {}
-        self._note_columns(func, args, outputs[0])
-        before = self._known(base)
+        self._track_columns(func, args, outputs[0])
+        before = self._order_before(base)
         if before is not None:
             rows, guessed = _picked(func, before, args, kwargs, axis=self._axis), not self._is_followed(base)
-            self._mark(outputs, rows, self._arranged(base), guessed=guessed)
+            self._store_order(outputs, rows, self._in_batch_order(base), guessed=guessed)
         elif self._may_be_folded(base) and _chooses(args[1:]):
-            self._mark(outputs, UNKNOWN_ORDER, None)
+            self._store_order(outputs, UNKNOWN_ORDER, None)
 
-    def _note_pieces(
+    def _track_pieces(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
     ) -> bool:
         """Store the samples of pieces along the batch axis; False along another one, where rows stay together."""
         base, position = args[0] if args else kwargs["input"], _PIECES[func]
         dim = kwargs.get("dim", args[position] if len(args) > position else 0)
         # Loops over positions, and over the rows of constant tables, take apart what may have as many rows.
-        rows = self._known(base) if dim % max(1, base.dim()) == self._axis and self._is_followed(base) else None
+        rows = self._order_before(base) if dim % max(1, base.dim()) == self._axis and self._is_followed(base) else None
         if rows is None:
             return False
         if rows is UNKNOWN_ORDER or self._axis:
-            self._mark(outputs, UNKNOWN_ORDER, None)
+            self._store_order(outputs, UNKNOWN_ORDER, None)
             return True
         # Of the rows' numbers the first axis, however it was named.
         split_args = [0 if number == position else item for number, item in enumerate(args)][1:]
         named = {key: 0 if key == "dim" else value for key, value in kwargs.items() if key != "input"}
         pieces = _tree.tensors(func(rows, *split_args, **named))
         for output, piece in zip(outputs, pieces, strict=True):
-            self._mark([output], piece.reshape(-1), None)
+            self._store_order([output], piece.reshape(-1), None)
         return True
 
     def _packed(self, args: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
@@ -410,7 +410,7 @@ class RowTracker(TorchFunctionMode):
             if order is None and self._rows.get(padded) is None and padded.shape[axis] == self._batch_size:
                 order = torch.arange(self._batch_size)
         known = UNKNOWN_ORDER if order is None or order is UNKNOWN_ORDER else order.cpu()[positions(result[1])]
-        self._tell(result[0], known)
+        self._store_samples(result[0], known)
 
     def _unpacked(self, args: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
         """Store the order of samples in a packed batch that was padded again."""
@@ -420,7 +420,7 @@ class RowTracker(TorchFunctionMode):
             return
         order = rows[: padded.shape[axis]]
         if padded.requires_grad or axis == 0:
-            self._tell(padded, order, axis=axis)
+            self._store_samples(padded, order, axis=axis)
         else:
             self._columns[padded] = order
 
@@ -438,33 +438,33 @@ class RowTracker(TorchFunctionMode):
         for state in constants:
             if rows is not None and not self._is_as_it_came(state):
                 known = rows if rows is UNKNOWN_ORDER else rows.to(state.device)
-                self._mark([state], known, self._arranged(state))
+                self._store_order([state], known, self._in_batch_order(state))
 
-    def _tell(self, tensor: Tensor, rows: Tensor, *, axis: int = 0) -> None:
+    def _store_samples(self, tensor: Tensor, rows: Tensor, *, axis: int = 0) -> None:
         """Store the sample of each row of a tensor, on its node if it is in the graph."""
         node: Any = tensor.grad_fn
         if not tensor.requires_grad:
             self._rows[tensor] = rows
         elif node is not None and rows is not UNKNOWN_ORDER:
-            note(node, ROWS_KEY, SampleAxis(axis, 1, len(rows), 1, rows, self._batch_size))
+            set_metadata(node, ROWS_KEY, SampleAxis(axis, 1, len(rows), 1, rows, self._batch_size))
 
-    def _note_columns(self, func: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> None:
+    def _track_columns(self, func: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> None:
         """Note the samples of sequences on axis 1: as the packing of a batch sorts them, or of ``x[None, index]``."""
         if func is torch.Tensor.index_select and args[1:2] == (1,) and args[0].shape[1] == self._batch_size:
             self._columns[output] = args[2].cpu()
         index = args[1] if func is torch.Tensor.__getitem__ and not self._axis else ()
         if isinstance(index, tuple) and index[:1] == (None,):
-            rows, picked = self._known(args[0]), index[1] if len(index) > 1 else None
+            rows, picked = self._order_before(args[0]), index[1] if len(index) > 1 else None
             if rows is not None and rows is not UNKNOWN_ORDER and isinstance(picked, Tensor) and picked.dim() == 1:
                 self._columns[output] = rows[picked.to(rows.device)]
 
-    def _known(self, base: Tensor) -> Tensor | None:
+    def _order_before(self, base: Tensor) -> Tensor | None:
         """Return the sample of each row of a tensor that is about to be reordered; None where it has no such rows."""
         if base.requires_grad or base.dim() == 0:
             return None
         rows = self._rows.get(base)
         if rows is None:
-            rows = self._arranged(base)
+            rows = self._in_batch_order(base)
         return rows if rows is not None else self._folded(base)
 
     def _folded(self, base: Tensor) -> Tensor | None:
@@ -486,11 +486,11 @@ class RowTracker(TorchFunctionMode):
         for whole in (_torch.base_of(tensor), *self._inputs):
             if whole is None or not whole.is_contiguous() or whole.data_ptr() != tensor.data_ptr():
                 continue
-            if whole.numel() == tensor.numel() and self._arranged(whole) is not None:
+            if whole.numel() == tensor.numel() and self._in_batch_order(whole) is not None:
                 return "major"
         return ""
 
-    def _note_fold(self, base: Tensor, folded: Tensor) -> bool:
+    def _track_fold(self, base: Tensor, folded: Tensor) -> bool:
         """Store how axes of an input were folded into rows; False where no samples were stored."""
         whole, size = _torch.base_of(base), self._batch_size
         if base in self._columns and list(base.shape[:2]) == [1, *folded.shape[:1]]:
@@ -512,11 +512,11 @@ class RowTracker(TorchFunctionMode):
         """Return the sample of each row of concatenated parts; None where no part was reordered."""
         if all(self._rows.get(part) is None for part in parts):
             return None
-        rows = [self._known(part) for part in parts]
+        rows = [self._order_before(part) for part in parts]
         known = [part for part in rows if part is not None and part is not UNKNOWN_ORDER]
         return torch.cat(known) if len(known) == len(parts) else UNKNOWN_ORDER
 
-    def _arranged(self, base: Tensor) -> Tensor | None:
+    def _in_batch_order(self, base: Tensor) -> Tensor | None:
         """Return ``0..B-1`` for a tensor with as many rows as samples; None for another."""
         axis = self._axis if self._axis < base.dim() else 0
         # A constant that was expanded over the batch has the same row for every sample: nobody's.
@@ -524,7 +524,7 @@ class RowTracker(TorchFunctionMode):
             return None
         return torch.arange(self._batch_size, device=base.device)
 
-    def _mark(
+    def _store_order(
         self, outputs: list[Tensor], rows: Tensor | None, arranged: Tensor | None, *, guessed: bool = False
     ) -> None:
         """Store the samples of outputs' rows where these differ from the batch's own order."""

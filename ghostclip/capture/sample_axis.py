@@ -33,7 +33,7 @@ _ENTRYWISE: Final = re.compile(
     r"|Logaddexp2?|MaskedFill|Expand|Clamp|Xlogy)Backward\d*$"
 )
 _BATCHES_OF_PRODUCTS: Final = frozenset({"BmmBackward0", "BaddbmmBackward0", "CdistBackward0"})
-# Classes of nodes that `note` has left something on. A node makes its notes when they are first asked for, which takes
+# Classes of nodes whose metadata `set_metadata` has set. A node makes its metadata when it is first read, which takes
 # longer than going on to the next one.
 _noted_kinds: set[type] = set()
 
@@ -111,7 +111,7 @@ _Meeting: TypeAlias = Callable[[Any, int, Walk], SampleAxis | None]
 _kinds: dict[type, tuple[_Step | None, _Meeting | None]] = {}
 
 
-def note(node: Any, key: str, value: Any) -> None:
+def set_metadata(node: Any, key: str, value: Any) -> None:
     """Store a value in a node's metadata: under `METADATA_KEY` its use, under `ROWS_KEY` its rows."""
     _noted_kinds.add(type(node))
     node.metadata[key] = value
@@ -124,26 +124,26 @@ def sample_axis_at(edge: _Edge, walk: Walk | None = None) -> SampleAxis | None:
     others: list[tuple[_Edge, int, Any, int]] = []
     while walk.left > 0:
         walk.left -= 1
-        rows, step, edges = _asked(*edge, walk)
+        rows, step, edges = _rows_or_parents(*edge, walk)
         if rows is not None:
             return _follow_back(rows, way, notes=walk.is_far) if way else rows
         if len(edges) > 1 and step is None:
             # Parents that are asked where the first one knows nothing.
             others += [(other, len(way), *edge) for other in edges[1:]]
-            step = partial(_met, edges[0])
+            step = partial(_joined_with, edges[0])
         if edges:
             if step is not _same:
-                way.append((step or partial(_passed, edges[0]), *edge))
+                way.append((step or partial(_through_operation, edges[0]), *edge))
             edge = edges[0]
         elif others:
             edge, length, node, number = others.pop()
-            way[length:] = [(partial(_met, edge), node, number)]
+            way[length:] = [(partial(_joined_with, edge), node, number)]
         else:
             break
     return None
 
 
-def _asked(node: Any, number: int, walk: Walk) -> tuple[SampleAxis | None, _Step | None, Sequence[_Edge]]:
+def _rows_or_parents(node: Any, number: int, walk: Walk) -> tuple[SampleAxis | None, _Step | None, Sequence[_Edge]]:
     """Return (rows if the node has them noted, how it moves its parent's rows, the parents to search, best first)."""
     noted = _noted(node)
     walk.visited.setdefault((node, number), noted)
@@ -180,7 +180,7 @@ def _likely_first(node: Any, walk: Walk) -> list[_Edge]:
             rows = sample_axis_at(edge, Walk(walk.visited))
             if rows is None or rows is LOST or rows.order is None or rows.axis < 0:
                 continue
-            if not _ENTRYWISE.match(_name_of(node)) or _passed(edge, rows, node, 0) is not None:
+            if not _ENTRYWISE.match(_name_of(node)) or _through_operation(edge, rows, node, 0) is not None:
                 return [edge, *parents[:place], *parents[place + 1 :]]
     return parents
 
@@ -189,15 +189,15 @@ def _follow_back(rows: SampleAxis | None, way: list[tuple[_Step, Any, int]], *, 
     """Carry a sample axis from where it was found through the steps of `way` to where it was asked for."""
     while way and rows is not None and rows is not LOST:
         step, node, number = way.pop()
-        if rows.axis < 0 and (type(step) is not partial or step.func is not _met):
+        if rows.axis < 0 and (type(step) is not partial or step.func is not _joined_with):
             continue
         after = step(rows, node, number)
         # Sizes say nothing of rows that were put into an order.
         rows = LOST if after is None and rows.order is not None and rows.axis >= 0 else after
         # Where most layers have no parameter that is trained, all of them are between one that has and the one before.
-        is_sum = notes and type(step) is partial and step.func is _met and _ENTRYWISE.match(_name_of(node))
+        is_sum = notes and type(step) is partial and step.func is _joined_with and _ENTRYWISE.match(_name_of(node))
         if is_sum and rows is not None and rows.order is None and rows.axis >= 0:
-            note(node, ROWS_KEY, rows)
+            set_metadata(node, ROWS_KEY, rows)
     return rows
 
 
@@ -235,13 +235,13 @@ def _same(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
     return rows
 
 
-def _met(edge: _Edge, rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
+def _joined_with(edge: _Edge, rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
     """Return the sample axis of a value computed from several, by one of them; None if that is one sample's."""
     # Of two samples' rows it may be.
-    return None if rows.axis < 0 else _passed(edge, rows, node, number)
+    return None if rows.axis < 0 else _through_operation(edge, rows, node, number)
 
 
-def _passed(edge: _Edge, rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
+def _through_operation(edge: _Edge, rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
     """Return the sample axis behind an operation that moves no rows but may broadcast or reduce other axes."""
     axis, before, after = rows.axis, _torch.shape_of(*edge), _torch.shape_of(node, number)
     if axis < 0 or before == after:
@@ -540,13 +540,13 @@ def _rows_of_written(node: Any, number: int, walk: Walk) -> SampleAxis | None:
     rows = sample_axis_at(base, walk) if base[0] is not None else None
     among = base[0] is None or (rows is None and is_written(base[0]))
     if not among and (rows is None or rows is LOST or written[0] is None or not _writes_along(node, rows.axis)):
-        return rows if rows is None or rows is LOST else _passed(base, rows, node, number)
+        return rows if rows is None or rows is LOST else _through_operation(base, rows, node, number)
     few = rows is None and (written[0] is None or list(_torch.shape_of(*written)[:1]) != list(after[:1]))
     if few and (written[0] is None or INDEX_KEY not in node.metadata):
         return None
     values = sample_axis_at(written, walk)
     if rows is None and values is not None and values is not LOST and not _writes_along(node, values.axis):
-        return _passed(written, values, node, number) if base[0] is None else None
+        return _through_operation(written, values, node, number) if base[0] is None else None
     placed = _at_places(node, rows, after[0], walk)
     # Among constants a few rows in an unknown order are left to sizes.
     return LOST if placed is None and not few else placed
@@ -713,7 +713,7 @@ class Followed:
             if (passed_by or again) and not _are_as_before(edges, passed_by, again, seen):
                 return False
         for child, place, rows in self._notes:
-            note((edge if child < 0 else seen[child][place])[0], ROWS_KEY, rows)
+            set_metadata((edge if child < 0 else seen[child][place])[0], ROWS_KEY, rows)
         return bool(self._sights)
 
 
@@ -792,7 +792,7 @@ def has_one_axis(node: Any) -> bool:
     axes = set[int | None]()
     for edge in edges if last and len(edges) > 1 else ():
         rows = None if edge[0] is None else sample_axis_at(edge)
-        after = None if rows is None or rows is LOST or rows.axis < 0 else _passed(edge, rows, node, 0)
+        after = None if rows is None or rows is LOST or rows.axis < 0 else _through_operation(edge, rows, node, 0)
         axes.add(None if after is None or after.axis >= last else after.axis)
     return len(axes) == 1 and None not in axes
 

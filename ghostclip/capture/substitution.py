@@ -72,7 +72,7 @@ class Roster:
         self._known = {id(p): (name, ref(p)) for name, p in named}
         self._trainable = before | {id(p) for _, p in named if p.requires_grad}
 
-    def meet(self, met: list[int], named: Mapping[str, nn.Parameter] = MappingProxyType({})) -> bool:
+    def compare_forward(self, met: list[int], named: Mapping[str, nn.Parameter] = MappingProxyType({})) -> bool:
         """Compare a forward's trainable parameters with those of the forward before; return whether they differ."""
         # `met`: identities, in the order of the modules, a shared one once for each place.
         if met == self._met:
@@ -147,7 +147,7 @@ class Snapshot:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Let a copy of the model be inspected anew."""
 
-    def note_trained(self, parameters: Sequence[nn.Parameter], aliases: Sequence[Tensor]) -> None:
+    def store_trained(self, parameters: Sequence[nn.Parameter], aliases: Sequence[Tensor]) -> None:
         """Record which parameters are trained, with an alias that keeps each one's memory alive."""
         self._trained = list(parameters)
         self._plain = [parameter for parameter in parameters if type(parameter) is nn.Parameter]
@@ -207,7 +207,7 @@ class _Unit:
     parameters: list[_Place] = field(default_factory=list)  # what was replaced in tables
     flat: list[tuple[nn.RNNBase, list[Any]]] = field(default_factory=list)  # weight lists of recurrent layers
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Put the parameters back into their tables, and the weight lists into recurrent layers."""
         for table, key, parameter, tracked in self.parameters:
             # What frees a unit's parameters may have been there first, with what the module holds from then on.
@@ -244,8 +244,8 @@ class Substitution:
         self._held: dict[str, nn.Parameter] = {}  # the parts that units hold between forwards, by name
         # What the forward before has found, and what it has put in place.
         self._snapshot: Snapshot | None = None
-        self._put_last: list[_Place] = []
-        self.take_stock()
+        self._last_substituted: list[_Place] = []
+        self.record_held()
         self.roster = Roster(model)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -264,7 +264,7 @@ class Substitution:
         if self._depth:
             return False
         for module in list(self._substituted):
-            self.give_back(module)
+            self.restore(module)
         return True
 
     @contextmanager
@@ -321,7 +321,7 @@ class Substitution:
         substituted, elsewhere = self._substituted.setdefault(self._model, _Unit()), list[int]()
         known = self._snapshot
         if known is not None and not substituted.parameters and known.matches():
-            self._put_again(substituted, known)
+            self._substitute_again(substituted, known)
             # What the roster has met the last time.
             return False
         modules = _modules_of(self._model, self.units)
@@ -330,7 +330,7 @@ class Substitution:
         moved = snapshot is not None and self._forget_moved(modules)
         for prefix, module, unit in modules:
             if unit is None:
-                self._put(substituted, prefix, module)
+                self._substitute_in(substituted, prefix, module)
             else:
                 table: dict[str, Any] = _torch.parameter_table(module)
                 elsewhere += [
@@ -343,13 +343,13 @@ class Substitution:
                     "or put the layer in eval mode."
                 )
         if snapshot is not None:
-            snapshot.note_trained(
+            snapshot.store_trained(
                 [parameter for _, _, parameter, _ in substituted.parameters],
                 [tracked.origin.value for _, _, _, tracked in substituted.parameters],
             )
-            self._snapshot, self._put_last = snapshot, list(substituted.parameters)
+            self._snapshot, self._last_substituted = snapshot, list(substituted.parameters)
         met = [*(id(parameter) for _, _, parameter, _ in substituted.parameters), *elsewhere]
-        return self.roster.meet(met, self.parameters) or moved
+        return self.roster.compare_forward(met, self.parameters) or moved
 
     def _forget_moved(self, modules: list[tuple[str, nn.Module, nn.Module | None]]) -> bool:
         """Forget the tracked tensors whose parameter is gone from under its name; return whether any was."""
@@ -372,13 +372,13 @@ class Substitution:
             self.parameters.pop(name, None)
         return True
 
-    def _put_again(self, substituted: _Unit, known: Snapshot) -> None:
+    def _substitute_again(self, substituted: _Unit, known: Snapshot) -> None:
         """Substitute the same tracked tensors as in the forward before."""
-        substituted.parameters = list(self._put_last)
+        substituted.parameters = list(self._last_substituted)
         for table, key, _, tracked in substituted.parameters:
             table[key] = tracked
         for module in known.recurrent:
-            _put_flat(substituted, module)
+            _set_weight_lists(substituted, module)
 
     def all_train(self) -> bool:
         """Return whether every parameter that was ever substituted is trained at the moment."""
@@ -389,7 +389,7 @@ class Substitution:
         known = self._snapshot
         return set(map(type, self._model.modules() if known is None else known.modules))
 
-    def take_stock(self) -> None:
+    def record_held(self) -> None:
         """Record the parameters that the units hold before a forward gathers others in their place."""
         # A unit that still has what it gathered for another forward, one without gradients say, has what it had.
         for prefix, module, unit in _modules_of(self._model, self.units) if self.units else ():
@@ -402,20 +402,20 @@ class Substitution:
         substituted = self._substituted.setdefault(module, _Unit())
         for prefix, part, unit in _modules_of(self._model, self.units):
             if unit is module:
-                self._put(substituted, prefix, part)
+                self._substitute_in(substituted, prefix, part)
 
     def registered(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that an optimizer has for one that a module has at the moment."""
         known = self._gathered.get(id(parameter))
         return parameter if known is None else known[1]
 
-    def give_back(self, module: nn.Module) -> None:
+    def restore(self, module: nn.Module) -> None:
         """Restore the parameters of a unit or of the model."""
         unit = self._substituted.pop(module, None)
         if unit is not None:
-            unit.give_back()
+            unit.restore()
 
-    def _put(self, unit: _Unit, prefix: str, module: nn.Module) -> None:
+    def _substitute_in(self, unit: _Unit, prefix: str, module: nn.Module) -> None:
         """Substitute tracked tensors for a module's own trainable parameters."""
         parameters: dict[str, Any] = _torch.parameter_table(module)
         for key, parameter in parameters.items():
@@ -436,7 +436,7 @@ class Substitution:
             unit.parameters.append((parameters, key, parameter, tracked))
             parameters[key] = tracked
         if isinstance(module, nn.RNNBase):
-            _put_flat(unit, module)
+            _set_weight_lists(unit, module)
 
     def _tracked_for(self, name: str, parameter: nn.Parameter) -> TrackedTensor:
         """Return the tracked tensor, made anew when the parameter's storage was exchanged (``.data = ...``)."""
@@ -492,7 +492,7 @@ class Substitution:
         self._guards.clear()
         self._tracked.clear()
         self._snapshot = None
-        self._put_last.clear()
+        self._last_substituted.clear()
 
 
 def _modules_of(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str, nn.Module, nn.Module | None]]:
@@ -510,7 +510,7 @@ def _modules_of(model: nn.Module, units: frozenset[nn.Module]) -> list[tuple[str
     return [(prefix, module, unit) for module, (prefix, unit) in visited.items()]
 
 
-def _put_flat(unit: _Unit, module: nn.RNNBase) -> None:
+def _set_weight_lists(unit: _Unit, module: nn.RNNBase) -> None:
     """Set the list of weights of a recurrent layer to those of its table."""
     if any(isinstance(weight, TrackedTensor) for weight in _torch.flat_weights(module)):
         return

@@ -308,7 +308,7 @@ class LossRows:
     def _separates_samples(self, begun: list[Start]) -> bool:
         """Return whether no sample's values touch another's rows; taken for granted where no proofs are asked for."""
         gathering = self._capture.gathering
-        if not self._evidence.probes or not (gathering is None or gathering.may_ask()):
+        if not self._evidence.probes or not (gathering is None or gathering.may_prove()):
             return True
         return _separates_samples(self._capture, begun, None, self._forward.batch_size)
 

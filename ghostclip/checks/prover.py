@@ -144,7 +144,7 @@ class Evidence:
     def asks(self, capture: CaptureContext) -> bool:
         """Return whether the latest forward is to be proved: it is unproved and has more than one sample."""
         asks = self.probes and capture.forward.unproven and capture.forward.batch_size > 1
-        return asks and (capture.gathering is None or capture.gathering.may_ask())
+        return asks and (capture.gathering is None or capture.gathering.may_prove())
 
     def asks_of_loss(self, root: Any, forward: ForwardContext, *, is_scalar: bool = False) -> bool:
         """Return whether a loss is to be proved: its forward is unproved, or it is computed in a new way."""
@@ -238,7 +238,7 @@ class Evidence:
         self._began = _torch.next_order()
         self._given = [(tensor, _torch.version(tensor)) for tensor in inputs]
         if self.probes and capture.gathering is not None:
-            forward.unproven = capture.gathering.agree_to_ask(able=min(forward.batch_size, records) > 1, inputs=inputs)
+            forward.unproven = capture.gathering.must_prove(able=min(forward.batch_size, records) > 1, inputs=inputs)
         if self.probes and not forward.is_dummy:
             self.padding.begin(call.module, inputs, forward)
         asks = self.asks(capture)
@@ -327,7 +327,7 @@ class Evidence:
         writes, asks = self._written(capture), self.asks(capture)
         if asks or rehearsed is not None:
             self._refuse_mixed_inputs(capture, call)
-        if rehearsed is not None and not (capture.forward.met or writes):
+        if rehearsed is not None and not (capture.forward.unproved_ways or writes):
             self._hand_on(capture, output, rehearsed)
             capture.forward.prove()
             return output
@@ -403,7 +403,7 @@ class Evidence:
         output, begun, parts, tracked, probe = self._read(capture, call, output, read_again)
         if probe is not None:
             self._refuse_mixing(capture, call, probe)
-        rows, asks = _rows_of(probe, parts), self.asks(capture) and bool(self._asked or capture.forward.met)
+        rows, asks = _rows_of(probe, parts), self.asks(capture) and bool(self._asked or capture.forward.unproved_ways)
         backs = asks and self._look_at_backwards(capture, parts, () if probe is None else probe.begun)
         parts = parts or self._shown(capture, output)
         seen = _ReadForward(call, parts, None if probe is None else rows, state, self._shown, tracked)
@@ -706,7 +706,7 @@ class Evidence:
 
     def _asks_again(self, capture: CaptureContext) -> bool:
         """Return whether the latest forward is proved by schedule, although it took no new way."""
-        ranks, met = capture.gathering, bool(capture.forward.met)
+        ranks, met = capture.gathering, bool(capture.forward.unproved_ways)
         if ranks is None:
             return self.unchecked.is_scheduled_again and not met
         # Ranks that share samples run the model on the same batches, whatever each of them meets.

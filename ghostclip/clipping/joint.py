@@ -270,7 +270,7 @@ def _note_sizes(uses: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
         saved = () if use.node is None else use.node.saved_tensors
         parts = parts or {key: split_layers(factor, len(uses)) for key, factor in formed.items()}
         for key, factors in parts.items():
-            use.explain(key, factors[number], grad, saved, factors[number])
+            use.record(key, factors[number], grad, saved, factors[number])
 
 
 def split_layers(factor: Factor, layers: int) -> list[Factor]:

@@ -226,7 +226,7 @@ class LossExaminer:
             if forward.batch_size > 1 or not any(number.has_axes for number in numbers):
                 self._agree(key, [Scale(ANY, 0.0)])
         asks = self._evidence.asks_of_loss(roots[0], forward, is_scalar=True)
-        asks = asks and (capture.gathering is None or capture.gathering.may_ask())
+        asks = asks and (capture.gathering is None or capture.gathering.may_prove())
         if forward.batch_size > 1 and (asks or forward.unproven or self._is_new(path_groups, forward)):
             with self._evidence.unseen(capture, roots, forward):
                 if path_groups:

@@ -148,7 +148,7 @@ class ClippingState:
     def discard(self) -> None:
         """Drop sums that were not released; forwards with a retained graph may have another backward."""
         for forward in [forward for forward in self._consumed if forward.retained]:
-            backward_entry.wait_again(self.capture, forward)
+            backward_entry.expect_again(self.capture, forward)
         self.reset()
 
     def reset(self) -> None:

@@ -270,7 +270,7 @@ def common_numbers(what: str, group: Group = None) -> random.Random:
 def from_first(what: str, work: Callable[[], _T], group: Group = None) -> _T:
     """Run ``work`` on rank 0 alone and return its plain Python value on every rank; called on all of them."""
     # If rank 0 raises, all ranks raise, with the same class if it is one of the library's.
-    with telling(what, group):
+    with announcing_error(what, group):
         value = work() if is_first(group) else None
     shared: _T = gathered(what, value, group)[0]
     return shared
@@ -279,13 +279,13 @@ def from_first(what: str, work: Callable[[], _T], group: Group = None) -> _T:
 @contextlib.contextmanager
 def refusals_shared(what: str, group: Group = None) -> Iterator[None]:
     """Raise on all ranks what one of them raises inside; ranks exchange values inside through this module only."""
-    with telling(what, group):
+    with announcing_error(what, group):
         yield
     gathered(what, None, group)
 
 
 @contextlib.contextmanager
-def telling(what: str, group: Group = None) -> Iterator[None]:
+def announcing_error(what: str, group: Group = None) -> Iterator[None]:
     """Within the block, send what this rank raises to the others' next exchange; without an error send nothing."""
     try:
         yield

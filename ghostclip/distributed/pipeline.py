@@ -29,11 +29,11 @@ from ghostclip.clipping.strategies import PendingBackward
 from ghostclip.distributed.agreement import (
     Group,
     Leaving,
+    announcing_error,
     gathered,
     require_agreement,
     require_equal,
     share_noise,
-    telling,
     world_size,
 )
 from ghostclip.distributed.release import SharedNoise, add_up_
@@ -188,7 +188,7 @@ class PipelineClipper:
         self._mean = loss_reduction == "mean"
         self._norms: list[Tensor] = []
         self._leaving = Leaving()
-        with telling("stages of a pipeline", group):
+        with announcing_error("stages of a pipeline", group):
             if world_size(group) * copies < world_size():
                 raise InvalidOptionError(
                     f"a pipeline over {world_size(group)} of {world_size()} ranks: sums of copies of a pipeline are "
@@ -282,7 +282,7 @@ class PipelineClipper:
                 with _as_refused():
                     yield
             # Nobody waits for this rank inside the schedule any more.
-            with telling("step of a pipeline", self._group):
+            with announcing_error("step of a pipeline", self._group):
                 sizes = [(record.sizes(), samples) for record in records]
             pairs = [of_stage for of_rank in gathered("step of a pipeline", sizes, self._group) for of_stage in of_rank]
             require_equal("samples of the microbatches", pairs)
@@ -317,7 +317,7 @@ class PipelineClipper:
         Raises:
             InvalidOptionError: The level sums integers over whole models.
         """
-        with telling("noise of a pipeline", self._group):
+        with announcing_error("noise of a pipeline", self._group):
             if level == "exact":
                 raise InvalidOptionError('level="exact": stages of a pipeline have no integer sums. Use "secure".')
             sources = [make_noise_source(level=level) for _ in self._stages]
@@ -346,7 +346,7 @@ class PipelineClipper:
         Raises:
             InvalidOptionError: The level sums integers over whole models.
         """
-        with telling("noise of a pipeline"):
+        with announcing_error("noise of a pipeline"):
             if source.level == "exact":
                 raise InvalidOptionError(
                     "noise_level='exact': stages of a pipeline have no integer sums. Use 'secure'."

@@ -16,7 +16,7 @@ from ghostclip import _torch, _tree, _validate
 from ghostclip.capture.substitution import Roster
 from ghostclip.clipper import GhostClipper
 from ghostclip.clipping.policies import ClipPolicy
-from ghostclip.distributed.agreement import require_agreement, telling
+from ghostclip.distributed.agreement import announcing_error, require_agreement
 from ghostclip.distributed.pipeline import PipelineClipper, Stage, StageNoise
 from ghostclip.distributed.sample_ranks import Shares, along, require_all_ranks, require_same_samples
 from ghostclip.distributed.weights import require_equal_weights
@@ -214,7 +214,7 @@ class Pipeline(nn.Module):
         places: int,
     ) -> None:
         super().__init__()
-        with telling("pipeline"):
+        with announcing_error("pipeline"):
             self._group, self.shares = along(mesh, sample_mesh_axes, "stages of one model")
             microbatches = _torch.microbatches_of(schedule)
             if _validate.positive_int(places, "places") % microbatches:

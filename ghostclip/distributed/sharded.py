@@ -30,12 +30,12 @@ from ghostclip.capture.ranks import leaves_empty
 from ghostclip.checks.unchecked import CheckSchedule
 from ghostclip.distributed.agreement import (
     Leaving,
+    announcing_error,
     common_numbers,
     gathered,
     refusals_shared,
     require_company,
     tell_refusal,
-    telling,
     world_size,
 )
 from ghostclip.distributed.sample_ranks import SampleRanks, Shares, require_same_samples, shares_of
@@ -355,7 +355,7 @@ class ShardedModel:
 
     # -- proofs of forwards ---------------------------------------------------------------------------------------
 
-    def agree_to_ask(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
+    def must_prove(self, *, able: bool, inputs: Sequence[Tensor]) -> bool:
         """Decide, with all ranks, whether to prove the coming forward; if so, gather all parameters."""
         # Until every rank has asked once, all say in each forward whether they can (`able`: enough samples to prove
         # anything): one exchange. From then on it is one of a schedule, whose seed all know and nobody else does, and
@@ -382,7 +382,7 @@ class ShardedModel:
             self._restore = [_torch.gather_parameters(unit) for unit in self.units]
         return asks and able
 
-    def may_ask(self) -> bool:
+    def may_prove(self) -> bool:
         """Return whether all parameters are gathered to prove this forward; else ask for that in a later one."""
         # What a rank meets for the first time in another forward (an expert, or rows of a table of tokens, whose first
         # tokens come late) must not make it run or gather anything alone.
@@ -423,11 +423,11 @@ class ShardedModel:
         """Return a context for a backward: a rank that leaves it says why, and the others raise that."""
         return self._leaving.errors_shared()
 
-    def telling(self) -> AbstractContextManager[None]:
+    def announcing_error(self) -> AbstractContextManager[None]:
         """Return a context whose errors the others raise in `together`, which this rank does not reach."""
-        return telling("proofs of the forward") if world_size() > 1 else nullcontext()
+        return announcing_error("proofs of the forward") if world_size() > 1 else nullcontext()
 
-    def tell_failure(self) -> None:
+    def announce_failure(self) -> None:
         """Have the other ranks raise in `together` that this rank's forward has failed."""
         if self._is_open:
             self._is_open = False

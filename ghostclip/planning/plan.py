@@ -99,7 +99,7 @@ class BlockPlanner:
             known = self._of_this_step(read, cuts)
         for call in forward.blocks:
             if call.held is not None and call.name in known.blocks:
-                call.held.let_go()
+                call.held.drop_saved()
         self.latest, self.least = known, self._plans[forward.input_sizes]
         return known
 

@@ -23,7 +23,7 @@ from ghostclip.accounting.history import Charge, Kind, counted, joined
 from ghostclip.accounting.registry import bounding_accountant
 from ghostclip.checks.unchecked import Unchecked
 from ghostclip.distributed import SharedNoise
-from ghostclip.distributed.agreement import refusals_shared, require_agreement, telling
+from ghostclip.distributed.agreement import announcing_error, refusals_shared, require_agreement
 from ghostclip.distributed.release import fingerprint
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.noise.keys import Owner
@@ -184,7 +184,7 @@ class Account:
         def charge(current: DPOptimizer, released: Sequence[torch.Tensor]) -> None:
             if untold:
                 remember(untold.pop(), self.released)
-            with telling("release") if shared else nullcontext():
+            with announcing_error("release") if shared else nullcontext():
                 if self.ledger is not None and segment:
                     self.ledger.begin_segment(segment[0])
                     segment.clear()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ghostclip.accounting.history import Charge, joined
-from ghostclip.distributed.agreement import from_first, gathered, is_first, telling
+from ghostclip.distributed.agreement import announcing_error, from_first, gathered, is_first
 from ghostclip.errors import GhostClipError, InvalidOptionError, ResumeError
 from ghostclip.privacy.budget import checked_charge
 
@@ -188,7 +188,7 @@ class LedgerFile:
             return False
         self._follows = not is_first()
         before = self._places[-1]
-        with telling("ledger"):
+        with announcing_error("ledger"):
             if not self._follows:
                 self.require_readable()
         positions = gathered("place in the ledger", (tuple(before), fresh))
@@ -202,7 +202,7 @@ class LedgerFile:
         if others:
             content = from_first("content of the ledger", lambda: self.path.read_bytes() if self._end else b"")
             if self._follows:
-                with telling("ledger"):
+                with announcing_error("ledger"):
                     self._forget()
                     if content:
                         self._read(content)
@@ -220,7 +220,7 @@ class LedgerFile:
             assert self._file is not None, "open"
             return _all_of(self._file, start=self._told)[: self._end - self._told]
 
-        with telling("line of the ledger"):
+        with announcing_error("line of the ledger"):
             if self._follows == is_first():
                 raise ResumeError(
                     f"{self.path}: this ledger is written by rank 0 of a process group that is no more. Make a "

@@ -38,7 +38,7 @@ from ghostclip.data.loader import (
     worker_options,
 )
 from ghostclip.data.physical_batches import splittable_batches
-from ghostclip.distributed.agreement import gathered, refusals_shared, require_equal, telling, world_size
+from ghostclip.distributed.agreement import announcing_error, gathered, refusals_shared, require_equal, world_size
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.language import seeded_generators
 from ghostclip.mechanisms.mechanism import Mechanism
@@ -87,7 +87,7 @@ class Sampling:
             # A rank's share of a draw is as often empty as a draw of that size.
             most = 1 - loader.event.sample_rate if "poisson" in loader.event.kind else 1.0
             empty = min(most, math.exp(-loader.expected_batch_size / world_size()))
-        with telling("records") if self.replicas > 1 else nullcontext():
+        with announcing_error("records") if self.replicas > 1 else nullcontext():
             self.padded = padding_of(loader.dataset, loader.collate_fn, may_be_empty=empty > _NEVER)
         if self.replicas > 1:
             _require_same_records(self)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ghostclip.capture import sample_axis
 from ghostclip.capture.nodes import nodes_behind
-from ghostclip.capture.sample_axis import LOST, ROWS_KEY, Followed, SampleAxis, note, sample_axis_at
+from ghostclip.capture.sample_axis import LOST, ROWS_KEY, Followed, SampleAxis, sample_axis_at, set_metadata
 
 F64 = torch.float64
 # Six samples on the second axis of (2, 6, 4), a value of its own at every entry.
@@ -146,7 +146,7 @@ UNKNOWN = {
 
 def _value() -> Tensor:
     x = torch.randn(*SIZES, dtype=F64, requires_grad=True) * 1
-    note(x.grad_fn, ROWS_KEY, SampleAxis(1, 1, 6, 1))
+    set_metadata(x.grad_fn, ROWS_KEY, SampleAxis(1, 1, 6, 1))
     return x
 
 
@@ -261,6 +261,6 @@ def test_outputs_of_one_operation_have_rows_of_their_own():
 
 def test_rows_in_another_order_are_met_behind_a_sum_as_well():
     x = torch.randn(6, 4, dtype=F64, requires_grad=True) * 1
-    note(x.grad_fn, ROWS_KEY, SampleAxis(0, 1, 6, 1))
+    set_metadata(x.grad_fn, ROWS_KEY, SampleAxis(0, 1, 6, 1))
     y = (x + x[ORDER]) + x * 2
     assert torch.equal(sample_axis_at((y.grad_fn, y.output_nr)).samples(), ORDER)
