@@ -331,16 +331,16 @@ class GhostClipper:
         forward = self._capture.forward
         self._examiner.examine_losses(self._capture, loss_B, forward)
         if forward.batch_size > 1:
-            asks = self._evidence.asks_of_loss(loss_B, forward)
+            asks = self._evidence.must_prove_loss(loss_B, forward)
             if asks and (self._sharded is None or self._sharded.may_prove()):
                 with self._evidence.unseen(self._capture, [loss_B], forward):
                     probe_losses(self._evidence, self._capture, loss_B)
-                self._evidence.look_at_known(self._capture, loss_B, forward, mean=self.loss_reduction == "mean")
+                self._evidence.check_known(self._capture, loss_B, forward, mean=self.loss_reduction == "mean")
                 if not forward.refusal:
                     self._evidence.proved_loss(loss_B, forward)
         refuse_following([loss_B], forward)
         forward.losses.clear()
-        self._evidence.look_at_loss(self._capture, [loss_B], forward)
+        self._evidence.check_loss(self._capture, [loss_B], forward)
 
     def resolve_strategy(self) -> str:
         """Return the strategy for the latest forward: what was asked for, or what ``"auto"`` decides and why."""

@@ -99,7 +99,7 @@ class ForwardContext:
     # numbers of the first node of the graph that proofs made after it, and of the first one behind theirs
     proofs: tuple[int, int] = (0, 0)
     # unproved ways, each with the set of proved ones that it is to join
-    unproved_ways: list[tuple[set[Any], Any]] = field(default_factory=list)
+    new_ways: list[tuple[set[Any], Any]] = field(default_factory=list)
     # ids by which rows of tables were looked up, by parameter
     looked_up: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     # positions of its outputs that samples have only because others are longer, once computed
@@ -151,7 +151,7 @@ class ForwardContext:
         """Mark the forward as unproved: it reached a call site in a way (`Way`) not among the proved ones."""
         if len(proved) < MAX_WAYS:
             self.unproven = True
-            self.unproved_ways.append((proved, way))
+            self.new_ways.append((proved, way))
 
     def require_evidence_always(self) -> None:
         """Mark the forward as unproved whatever earlier ones have shown, and no later one as proved by it."""
@@ -161,9 +161,9 @@ class ForwardContext:
         """Mark the ways that this forward took as proved, unless its evidence does not count."""
         if not self.proves:
             return
-        for proved, way in self.unproved_ways:
+        for proved, way in self.new_ways:
             proved.add(way)
-        self.unproved_ways.clear()
+        self.new_ways.clear()
 
     def restart(self) -> None:
         """Count hooks of others from now on: those set before belong to the rehearsal."""

@@ -106,7 +106,7 @@ class KnownLoss:
         remembers, _ = memory(holder, state, go_on, batch)
         if remembers and True in remembers:
             return _REMEMBERED.format(name=self._name())
-        unchecked.note(CRITERION, local_unchecked.reason(REPLACED))
+        unchecked.report(CRITERION, local_unchecked.reason(REPLACED))
         return ""
 
     def _refusal_by_halves(self, model: nn.Module, batch: Batch, unchecked: Unchecked, copied: Copied) -> str:
@@ -125,7 +125,7 @@ class KnownLoss:
         with torch.autocast(self.device, dtype=self.cast, enabled=self.cast is not None), copied() as leaves:
             follow = 0 in scalars_that_follow(holder, run, batch, local_unchecked, parameters=list(leaves.values()))
             state.restore()
-        unchecked.note(CRITERION, local_unchecked.reason(SCALARS))
+        unchecked.report(CRITERION, local_unchecked.reason(SCALARS))
         return _NOT_OF_HALVES if follow else ""
 
     def _computed(self, inputs: Any, axes: Sequence[int | None], whole: int) -> list[Tensor]:

@@ -32,7 +32,7 @@ from ghostclip.checks.batches import Batch, WithoutDropout, unnoticed
 from ghostclip.checks.independence import FEWER_TOLERANCE, coarsest_dtype
 from ghostclip.checks.loss_graph import Unheard, above_outputs, proved_outputs, separates_samples
 from ghostclip.checks.module_state import restored
-from ghostclip.checks.probe import OUTSTANDING, REPEATS, GradientSource, Probe, Start, Weights, ask, source_at
+from ghostclip.checks.probe import OUTSTANDING, REPEATS, GradientSource, Probe, Start, Weights, run_probe, source_at
 from ghostclip.checks.unchecked import BACKWARDS, Unchecked
 from ghostclip.errors import LossReductionError, SampleMixingError
 
@@ -107,7 +107,7 @@ def probed(capture: CaptureContext, begun: Sequence[Start], weights: Sequence[We
     probe, states = Probe({}, capture.describe_module, linear), capture.sites.states()
     size, anywhere = capture.forward.batch_size, partial(on_any, capture.gathering)
     with capture.listening(probe):
-        ask(probe, begun, batch_size=size, run=capture.run_backward, weights=weights, on_any=anywhere)
+        run_probe(probe, begun, batch_size=size, run=capture.run_backward, weights=weights, on_any=anywhere)
     capture.sites.restore(states)
     return probe
 

@@ -134,7 +134,7 @@ def taken(batch: Any, samples: Sequence[int], *, batch_size: int, axis: int, fol
     return _tree.mapped(pick, batch)
 
 
-def note_shared(batch: Any, size: int | None, seen: set[tuple[int, ...]], whose: int = 0) -> None:
+def record_shared(batch: Any, size: int | None, seen: set[tuple[int, ...]], whose: int = 0) -> None:
     """Record tensors that all samples share in `SHARED`: they were as long beside another number of samples."""
     # `seen`: by place and shape those of earlier batches; added to.
     for place, tensor in enumerate(_tree.tensors(batch)):
@@ -234,7 +234,7 @@ def _trace(model: nn.Module, run: Callable[[Any], object], batch: Any) -> _Event
     events: _Events = {}
     calls: Counter[tuple[str, bool]] = Counter()
 
-    def note(path: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+    def record(path: str, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
         is_output = bool(output)
         calls[path, is_output] += 1
         # Cloned, since later operations may change them in place.
@@ -243,8 +243,8 @@ def _trace(model: nn.Module, run: Callable[[Any], object], batch: Any) -> _Event
 
     handles = []
     for path, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(note, path), with_kwargs=True))
-        handles.append(module.register_forward_hook(partial(note, path), with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(partial(record, path), with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(record, path), with_kwargs=True))
     try:
         with same_randomness(model.parameters()):
             run(batch)

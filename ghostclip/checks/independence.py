@@ -217,7 +217,7 @@ def refuse_dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unche
         raise SampleMixingError(_refusal(model, changed))
     if not batch.again:
         refusal = _BEHIND_GATES.format(model=type(model).__name__)
-        _settle(among_larger_ones(model, plainly(run), batch), refusal, unchecked, BEHIND, "with other parameters")
+        _judge(among_larger_ones(model, plainly(run), batch), refusal, unchecked, BEHIND, "with other parameters")
 
 
 def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -> str:
@@ -225,7 +225,7 @@ def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -
     # `run` runs the model on inputs and returns its output tensors. `unchecked` is told what could not run, and why.
     plain = plainly(run)
 
-    def look(before: Randomness, coarsest: torch.dtype) -> str:
+    def compare(before: Randomness, coarsest: torch.dtype) -> str:
         base = [output.detach() for output in batch.outputs]
         asked = replace(batch, by_place=batch.has_lists and _are_positional(model, plain, batch, before, coarsest))
         before.restore()
@@ -245,7 +245,7 @@ def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -
                     raise SampleMixingError(_ANOTHER_COURSE.format(model=type(model).__name__))
         return _Reruns(plain, asked, again, before, coarsest).changed(unchecked)
 
-    changed, raised = tried(model, batch, look, passing=GhostClipError)
+    changed, raised = tried(model, batch, compare, passing=GhostClipError)
     if raised:
         unchecked.missed(f"the model raised {raised} on another batch", REPLACED, FEWER)
     return changed or ""
@@ -254,11 +254,11 @@ def dependence(model: nn.Module, run: Run, batch: Batch, unchecked: Unchecked) -
 def tried(
     model: nn.Module,
     batch: Batch,
-    look: Callable[[Randomness, torch.dtype], T],
+    compare: Callable[[Randomness, torch.dtype], T],
     passing: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> tuple[T | None, str]:
-    """Run ``look`` with the model's state restored after it, with gradients where it raises without."""
-    # It may differentiate within its forward. `look` is given the states of the generators and the dtype with the
+    """Run ``compare`` with the model's state restored after it, with gradients where it raises without."""
+    # It may differentiate within its forward. `compare` is given the states of the generators and the dtype with the
     # fewest digits in use. Returns what was found and the empty string; or None and the name of the error that the
     # model raised both times. Errors in `passing` are handed on.
     tensors, raised = [*model.parameters(), *model.buffers()], ""
@@ -266,7 +266,7 @@ def tried(
     for gradients in (False, True):
         try:
             with restored(model), unnoticed(used) as before, torch.set_grad_enabled(gradients):
-                return look(before, coarsest_dtype(tensors, batch.autocast)), ""
+                return compare(before, coarsest_dtype(tensors, batch.autocast)), ""
         except Exception as error:  # noqa: PERF203 - two rounds
             # What it does on other batches is no reason to refuse this one.
             if isinstance(error, passing):
@@ -285,7 +285,7 @@ def scalars_that_follow(
     # places exchanged for its halves.
     splits = batch.replaced[: 1 if batch.again else 2]
 
-    def told(samples: Sequence[int], before: Randomness) -> dict[ScalarKey, Tensor]:
+    def gradients_of(samples: Sequence[int], before: Randomness) -> dict[ScalarKey, Tensor]:
         before.restore()
         stale = scalars_of(model.modules(), [])
         with torch.enable_grad(), WithoutDropout():
@@ -297,15 +297,15 @@ def scalars_that_follow(
             for grads in [torch.autograd.grad(scalar, parameters, retain_graph=True, allow_unused=True)]
         }
 
-    def look(before: Randomness, coarsest: torch.dtype) -> frozenset[ScalarKey] | None:
+    def compare(before: Randomness, coarsest: torch.dtype) -> frozenset[ScalarKey] | None:
         places = range(batch.size)
-        whole, follow = told(places, before), set[ScalarKey]()
+        whole, follow = gradients_of(places, before), set[ScalarKey]()
         draws, after = before.drawn(), Randomness(parameters)
-        moved = told([*places[1:], 0], before) if draws else dict.fromkeys(whole, 0.0)
+        moved = gradients_of([*places[1:], 0], before) if draws else dict.fromkeys(whole, 0.0)
         for samples in splits:
             others = batch.others(samples)
             pair = [[(place + (place in some)) % batch.size for place in places] for some in (samples, others)]
-            one, other = (told(each, before) for each in (pair if draws else (samples, others)))
+            one, other = (gradients_of(each, before) for each in (pair if draws else (samples, others)))
             if draws and after.drawn():
                 return None
             share = len(samples) / batch.size
@@ -314,9 +314,9 @@ def scalars_that_follow(
                     follow.add(key)
         return frozenset(follow)
 
-    following, raised = tried(model, batch, look)
+    following, raised = tried(model, batch, compare)
     why = f"the model raised {raised} on another batch" if raised else "random numbers are drawn"
-    unchecked.note(SCALARS, why if following is None else "")
+    unchecked.report(SCALARS, why if following is None else "")
     return following or frozenset()
 
 
@@ -359,7 +359,7 @@ def _shown(parameter: Tensor, grad: Tensor | None) -> Tensor:
 def refuse_memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch, unchecked: Unchecked) -> None:
     """Refuse a model whose outputs follow the samples of the forward before."""
     refusal = _REMEMBERED.format(model=type(model).__name__)
-    _settle(memory(model, state, run, batch), refusal, unchecked, REMEMBERED, "after another batch")
+    _judge(memory(model, state, run, batch), refusal, unchecked, REMEMBERED, "after another batch")
 
 
 def memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch) -> tuple[tuple[bool | None, ...] | None, str]:
@@ -368,7 +368,7 @@ def memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch) -> tupl
     # holds from the run before.
     every, plain = range(batch.size), plainly(run)
 
-    def look(before: Randomness, coarsest: torch.dtype) -> tuple[bool | None, ...]:
+    def compare(before: Randomness, coarsest: torch.dtype) -> tuple[bool | None, ...]:
         outputs = _Outputs(batch, every, every, TOLERANCE, coarsest)
         differ, base = list[bool | None](), list[Tensor]()
         for earlier in (batch.inputs, *batch.exchanged()):
@@ -383,7 +383,7 @@ def memory(model: nn.Module, state: ModuleState, run: Run, batch: Batch) -> tupl
             differ.append(None if unknown else moved)
         return tuple(differ)
 
-    return tried(model, batch, look)
+    return tried(model, batch, compare)
 
 
 def among_larger_ones(model: nn.Module, run: Run, batch: Batch) -> tuple[list[bool | None] | None, str]:
@@ -397,7 +397,7 @@ def among_larger_ones(model: nn.Module, run: Run, batch: Batch) -> tuple[list[bo
     return outcome
 
 
-def _settle(
+def _judge(
     outcome: tuple[Sequence[bool | None] | None, str], refusal: str, unchecked: Unchecked, check: str, when: str
 ) -> None:
     """Refuse the model if outputs differed, else report to ``unchecked`` whether the check ran."""
@@ -407,7 +407,7 @@ def _settle(
     if raised:
         unchecked.missed(f"the model raised {raised} {when}", check)
     elif differ:
-        _note(unchecked, check, differ)
+        _report(unchecked, check, differ)
 
 
 def _differ_behind(
@@ -515,7 +515,7 @@ class _Reruns:
         if moved:
             return _ELSEWHERE
         fewer = None if None in alone else all(alone)
-        _note(unchecked, FEWER, [fewer])
+        _report(unchecked, FEWER, [fewer])
         return "half of the samples were left out" if fewer else ""
 
     def _changed_in_place(self, unchecked: Unchecked) -> str:
@@ -532,7 +532,7 @@ class _Reruns:
         # One after the other: outputs may be as large as all activations of a layer.
         if any(map(moved, batch.replaced)):
             return _REPLACED
-        _note(unchecked, REPLACED, differ)
+        _report(unchecked, REPLACED, differ)
         if not before.drawn():
             try:
                 for some in (batch.subset, batch.left):
@@ -540,7 +540,7 @@ class _Reruns:
                     fewer = self.differ_or_raise(some)
                     if not fewer:
                         break
-                _note(unchecked, FEWER, [fewer])
+                _report(unchecked, FEWER, [fewer])
             except Exception as error:  # noqa: BLE001 - what it does with fewer samples is no reason to refuse it
                 unchecked.missed(f"the model raised {type(error).__name__} on another batch", FEWER)
         return "half of the samples were left out" if fewer else ""
@@ -579,7 +579,7 @@ def _shows(batch: Batch, samples: Sequence[int]) -> bool:
     return any(batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis) is None for leaf, _ in values)
 
 
-def _note(unchecked: Unchecked, check: str, differ: Sequence[bool | None]) -> None:
+def _report(unchecked: Unchecked, check: str, differ: Sequence[bool | None]) -> None:
     """Report whether a check ran: not where some comparison was impossible."""
     if None in differ:
         unchecked.missed("rows of an output cannot be told apart in another batch, or met other random numbers", check)

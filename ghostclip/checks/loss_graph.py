@@ -347,7 +347,7 @@ class Unheard:
         """Do nothing."""
 
 
-def note_proved(begun: Sequence[Start]) -> None:
+def mark_proved(begun: Sequence[Start]) -> None:
     """Store on the nodes of a proved forward's outputs how their rows map to samples."""
     # `begun`: where the backwards of its proof began.
     for start in begun:
@@ -439,5 +439,5 @@ def _separates_samples(
         ordered = grad.permute(order) if order else grad
         if touches_others(row_map, ordered, ordered.dim(), weights, batch_size):
             return False
-        company.take(index, row_map, row_map.split(ordered, ordered.dim(), batch_size), weights)
+        company.compare(index, row_map, row_map.split(ordered, ordered.dim(), batch_size), weights)
     return True

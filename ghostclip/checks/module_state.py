@@ -73,7 +73,7 @@ class Reachable:
             item, passed = pending.popleft()
             if not isinstance(item, _DATA) and id(item) not in self._seen:
                 self._seen[id(item)] = item
-                pending.extend((part, passed) for part in self._note(item, passed=passed))
+                pending.extend((part, passed) for part in self._record(item, passed=passed))
 
     def changed(self) -> bool:
         """Return whether anything is not as it was; generators do not count."""
@@ -89,11 +89,11 @@ class Reachable:
             if noted.changed():
                 noted.put_back()
 
-    def _note(self, item: Any, *, passed: bool) -> Iterable[Any]:
+    def _record(self, item: Any, *, passed: bool) -> Iterable[Any]:
         """Record one object's state, and return the objects that it refers to."""
-        for kinds, note in _BY_KIND:
+        for kinds, record in _BY_KIND:
             if isinstance(item, kinds):
-                return note(self, item)
+                return record(self, item)
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(item, (numpy.ndarray, numpy.random.Generator, numpy.random.RandomState)):
             return self._of_numpy(item, is_array=isinstance(item, numpy.ndarray))

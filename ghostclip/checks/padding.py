@@ -310,7 +310,7 @@ class Padding:
         """Say where outputs begin to follow padding, and what to do."""
         # `pair`: inputs as they are and with the padding cut. The first record is a longer one in the former.
 
-        def look(before: Randomness, coarsest: torch.dtype) -> str:
+        def compare(before: Randomness, coarsest: torch.dtype) -> str:
             def differs(one: Tensor, two: Tensor) -> bool:
                 known = batch.map_by_shape(one)
                 folded = RowMap("major") if one.dim() and one.shape[0] % batch.size == 0 else None
@@ -320,7 +320,7 @@ class Padding:
             before.restore()
             return first_difference(model, run, pair, differs)
 
-        location, _ = tried(model, batch, look)
+        location, _ = tried(model, batch, compare)
         tensor = _tree.tensors(batch.inputs)[ends.places[0].leaf]
         return _FOLLOWS.format(
             model=type(model).__name__,

@@ -136,7 +136,7 @@ class Company:
         self._off: dict[Any, Tensor] = {}
         self._noise: dict[Any, Tensor] = {}
 
-    def take(self, key: Any, row_map: RowMap, rows_B: Tensor, weights: Weights) -> None:
+    def compare(self, key: Any, row_map: RowMap, rows_B: Tensor, weights: Weights) -> None:
         """Compare four numbers of each sample's gradient (largest, smallest, norm, sum) with earlier backwards'."""
         # `row_map`: one that knows no samples says nothing. `rows_B`: the gradient, split by samples. `weights`: what
         # each of the samples that it came from was multiplied by.
@@ -199,7 +199,7 @@ class Probe:
     failures: list[tuple[ParamUse, str]] = field(default_factory=list)
     begun: Sequence[Start] = ()  # where its backwards begin
     # uses where a sample's gradient was another one in other company, by every row map, and shapes of their rows; see
-    # `settle`
+    # `judge`
     unsteady: list[tuple[ParamUse, str]] = field(default_factory=list)
     # The last two by (forward, call site, key of the row map): the use, and shapes of its rows.
     _uses: dict[Any, tuple[ParamUse, str]] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class Probe:
             use.site.attempts += 1
             # It tells nothing of rows; but where something came at another scale or in other company, it is missing.
             for row_map in [one for one in use.maps if (use.forward, use.site, one.key) in self._uses]:
-                self._take(row_map, use, grad)
+                self._compare(row_map, use, grad)
             return
         # What an earlier forward has shown must hold for good: rows may not change their order from batch to batch.
         known = self._known.setdefault(use.site, use.site.chosen)
@@ -231,20 +231,20 @@ class Probe:
             use.site.chosen = known or able[0].key
             use.site.attempts = MAX_ATTEMPTS
             for row_map in able if self.linear else able[:1]:
-                self._take(row_map, use, grad)
+                self._compare(row_map, use, grad)
             return
         # Whatever an earlier set of samples seemed to show.
         use.site.attempts = 0
         self.failures.append((use, _shapes(grad, use)))
 
-    def _take(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> None:
+    def _compare(self, row_map: RowMap, use: ParamUse, grad: Tensor) -> None:
         """Compare a use's gradient, read by one row map, with other backwards'."""
         key = use.forward, use.site, row_map.key
         self._uses[key] = use, _shapes(grad, use)
         rows = row_map.split(grad, use.num_batch_dims, use.forward.batch_size)
-        self._company.take(key, row_map, rows, self.weights)
+        self._company.compare(key, row_map, rows, self.weights)
 
-    def settle(self) -> None:
+    def judge(self) -> None:
         """Judge the comparisons of all backwards so far: choose row maps, collect uses that have no steady one."""
         # Where backwards are linear, a row map that gives rows to other samples shows as other company does: another
         # one is chosen.
@@ -504,7 +504,7 @@ def _random(size: int, source: GradientSource, generator: torch.Generator) -> Te
     return drawn.to(device=source.device, dtype=source.dtype)
 
 
-def ask(
+def run_probe(
     probe: Probe,
     begun: Sequence[Start],
     *,
@@ -517,15 +517,15 @@ def ask(
     # The probe listens already. `run` says None when it must be called again. `on_any` says whether something holds on
     # any rank that runs the same backwards.
     for chosen in weights:
-        _ask(probe, begun, batch_size, run, chosen)
-    probe.settle()
+        _run_weighted(probe, begun, batch_size, run, chosen)
+    probe.judge()
     if on_any(not probe.failures and bool(probe.unsteady)):
         for chosen in repeated(weights, batch_size):
-            _ask(probe, begun, batch_size, run, chosen)
-        probe.settle()
+            _run_weighted(probe, begun, batch_size, run, chosen)
+        probe.judge()
 
 
-def _ask(
+def _run_weighted(
     probe: Probe, begun: Sequence[Start], batch_size: int, run: Callable[..., bool | None], weights: Weights
 ) -> None:
     """Run one weighted backward for a probe."""

@@ -36,7 +36,7 @@ from ghostclip.checks.custom_backwards import (
     refuse_means_without_scale,
     without_scale,
 )
-from ghostclip.checks.dependence import SHARED, note_shared, spread_out, where_dependence_starts
+from ghostclip.checks.dependence import SHARED, record_shared, spread_out, where_dependence_starts
 from ghostclip.checks.independence import (
     AttributeKey,
     Run,
@@ -54,14 +54,14 @@ from ghostclip.checks.loss_graph import (
     has_hooks,
     hooks_below,
     input_separates_samples,
-    note_proved,
+    mark_proved,
     refuse_beyond_outputs,
     refuse_hooks_of_layers,
     takes_outputs_alone,
 )
 from ghostclip.checks.module_state import ModuleState, restored
 from ghostclip.checks.padding import Padding
-from ghostclip.checks.probe import GradientSource, Probe, Start, ask, starts, weightings
+from ghostclip.checks.probe import GradientSource, Probe, Start, run_probe, starts, weightings
 from ghostclip.checks.state import Runs, StateWatch, StateWrite
 from ghostclip.checks.unchecked import BACKWARDS, BEHIND, BESIDE, FEWER, ORDER, REPLACED, ROWS, SCALARS, Unchecked
 from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError, UncoveredParameterError
@@ -112,10 +112,10 @@ class Evidence:
         # Why means are refused, whatever the loss is.
         self._without_scale = ""
         self._watch: StateWatch | None = None  # watches what forwards write to the model's state
-        # Whether the forward that runs was one to ask about as it began.
-        self._asked = False
-        # Whether it is run for a look at it.
-        self._looks = False
+        # Whether the forward that runs was to be proved as it began.
+        self._proving = False
+        # Whether it is run more often than the user has it run.
+        self._reruns = False
         self._state: ModuleState | None = None  # what the modules held before the forward that runs
         self._rehearsed: _Rehearsed | None = None  # what a rehearsal of it has shown
         # The tensors that the forward that runs was called with, and their versions.
@@ -141,12 +141,12 @@ class Evidence:
         if self._watch is not None:
             self._watch.renew()
 
-    def asks(self, capture: CaptureContext) -> bool:
+    def must_prove(self, capture: CaptureContext) -> bool:
         """Return whether the latest forward is to be proved: it is unproved and has more than one sample."""
-        asks = self.probes and capture.forward.unproven and capture.forward.batch_size > 1
-        return asks and (capture.gathering is None or capture.gathering.may_prove())
+        due = self.probes and capture.forward.unproven and capture.forward.batch_size > 1
+        return due and (capture.gathering is None or capture.gathering.may_prove())
 
-    def asks_of_loss(self, root: Any, forward: ForwardContext, *, is_scalar: bool = False) -> bool:
+    def must_prove_loss(self, root: Any, forward: ForwardContext, *, is_scalar: bool = False) -> bool:
         """Return whether a loss is to be proved: its forward is unproved, or it is computed in a new way."""
         # A hook on its way may do another thing in every step. `is_scalar`: hooks between it and the outputs can change
         # nothing. False as well for a forward of one sample.
@@ -157,7 +157,7 @@ class Evidence:
         asked_again = self._undecided and bool(forward.losses)
         return forward.unproven or is_new or asked_again or has_hooks([root], forward, outputs_alone=is_scalar)
 
-    def look_at_known(self, capture: CaptureContext, root: Tensor, forward: ForwardContext, *, mean: bool) -> None:
+    def check_known(self, capture: CaptureContext, root: Tensor, forward: ForwardContext, *, mean: bool) -> None:
         """Run losses of known functions on other batches; store in the forward why they are refused."""
         size, axis = forward.batch_size, forward.batch_axis
         # Ranks that hold the model in parts would run it differently often.
@@ -175,7 +175,7 @@ class Evidence:
         # Of a model that returns no rows of samples it was said that nothing was compared.
         if not takes_outputs_alone(root) and not self.unchecked.reason(REPLACED):
             self.unchecked.missed("the loss takes them from inside the model", BESIDE)
-            self.unchecked.tell()
+            self.unchecked.warn()
 
     @staticmethod
     def _loss_depth(root: Any, forward: ForwardContext) -> tuple[int, type]:
@@ -213,7 +213,7 @@ class Evidence:
             with self.unseen(capture, roots, forward) if forward.padded else nullcontext():
                 self.padding.refuse_losses(paths, forward, gradients, roots=list(map(edge_of, roots)))
 
-    def look_at_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
+    def check_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Refuse foreign parameters, cross-sample targets and hooks on layers between a loss and the outputs."""
         # Trainable parameters that are no part of the model, comparisons of samples with other samples' targets and, in
         # a forward that is proved, hooks on the nodes of layers are refused.
@@ -241,17 +241,17 @@ class Evidence:
             forward.unproven = capture.gathering.must_prove(able=min(forward.batch_size, records) > 1, inputs=inputs)
         if self.probes and not forward.is_dummy:
             self.padding.begin(call.module, inputs, forward)
-        asks = self.asks(capture)
-        self._asked, watch = asks, self._watched(capture)
+        due = self.must_prove(capture)
+        self._proving, watch = due, self._watched(capture)
         # In these it runs more often than the user has it run.
-        self._looks = looks = asks or (capture.gathering is None and self.probes and self.padding.is_pending())
-        self._state = state = _state_of(capture, call, outside=looks) if looks or self._remembers else None
+        self._reruns = reruns = due or (capture.gathering is None and self.probes and self.padding.is_pending())
+        self._state = state = _state_of(capture, call, outside=reruns) if reruns or self._remembers else None
         if watch is not None:
-            watch.begin(proves=asks)
-        self._randomness = Randomness(_used(capture, call)) if asks else None
+            watch.begin(proves=due)
+        self._randomness = Randomness(_used(capture, call)) if due else None
         self._rehearsed = None
-        if looks and not forward.is_dummy:
-            self._look_before(capture, call, state, watch)
+        if reruns and not forward.is_dummy:
+            self._run_before(capture, call, state, watch)
 
     def _refuse_mixed_inputs(self, capture: CaptureContext, call: ModuleCall) -> None:
         """Refuse inputs computed from an earlier forward's outputs on a way that mixes samples."""
@@ -266,7 +266,7 @@ class Evidence:
                     shape, module = tuple(tensor.shape), type(call.module).__name__
                     raise SampleMixingError(_MIXED_INPUT.format(shape=shape, module=module))
 
-    def _look_before(
+    def _run_before(
         self, capture: CaptureContext, call: ModuleCall, state: ModuleState | None, watch: StateWatch | None
     ) -> None:
         """Run a forward before the user's: with another number of samples for shapes, then to prove it."""
@@ -274,11 +274,11 @@ class Evidence:
             # Masks of positions are as long as others in each batch.
             size = capture.forward.batch_size
             square = any(shape[:2] == (size, size) for shape in shapes_of(call.inputs))
-            if self._asked and (square or not capture.sites.layouts):
+            if self._proving and (square or not capture.sites.layouts):
                 capture.forward.resized = self._resized(capture, call)
                 if watch is not None:
                     watch.undo()
-            note_shared(call.inputs, size, self._shared, id(call.module))
+            record_shared(call.inputs, size, self._shared, id(call.module))
             # A forward uses iterators up.
             once = capture.calls_samplers or any(isinstance(leaf, Iterator) for leaf in _tree.leaves(call.inputs))
             if capture.gathering is None and not once:
@@ -286,7 +286,7 @@ class Evidence:
         if watch is not None:
             watch.undo()
             if self._rehearsed is not None:
-                watch.settle()
+                watch.drop_copies()
 
     def _rehearse(self, capture: CaptureContext, call: ModuleCall) -> None:
         """Prove a forward on a run of its own before the user's; one that raises is left to the user's run."""
@@ -303,10 +303,10 @@ class Evidence:
 
         try:
             with capture.rehearsing():
-                _, rows = self._weigh(capture, call, read, again=lambda: _copied_call(call), aside=True)
+                _, rows = self._prove(capture, call, read, again=lambda: _copied_call(call), aside=True)
                 self._rehearsed = _Rehearsed(rows, capture.forward.padded)
                 forward.resized, forward.has_float16 = capture.forward.resized, capture.forward.has_float16
-                forward.rehearsed, self._asked = True, False
+                forward.rehearsed, self._proving = True, False
         except _UsersError:
             # The user's code is about to run.
             return
@@ -318,29 +318,29 @@ class Evidence:
         """Prove the forward that ended, unless a rehearsal has; return its output, or that of a second reading."""
         output = self._ended(capture, call, output)
         if self._following:
-            self._note_scalars(capture, output)
+            self._record_scalars(capture, output)
         return output
 
     def _ended(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
         """Prove an ended forward unless a rehearsal did or it is steady; return its output."""
         rehearsed, self._rehearsed, versioned, self._given = self._rehearsed, None, self._given, []
-        writes, asks = self._written(capture), self.asks(capture)
-        if asks or rehearsed is not None:
+        writes, due = self._written(capture), self.must_prove(capture)
+        if due or rehearsed is not None:
             self._refuse_mixed_inputs(capture, call)
-        if rehearsed is not None and not (capture.forward.unproved_ways or writes):
+        if rehearsed is not None and not (capture.forward.new_ways or writes):
             self._hand_on(capture, output, rehearsed)
             capture.forward.prove()
             return output
-        if not (asks or writes or self._looks or self._state is not None):
+        if not (due or writes or self._reruns or self._state is not None):
             # A steady one: there is nothing to weigh.
             if not self.probes:
                 capture.forward.prove()
             return output
-        if asks:
+        if due:
             # A batch that was changed in place since gives other outputs, as one that meets other random numbers.
             self._drew |= any(_torch.version(tensor) != version for tensor, version in versioned)
-        with _unseen(capture, call) if asks or writes or self._looks else nullcontext():
-            output, rows = self._weigh(capture, call, lambda: output, again=lambda: call, writes=writes)
+        with _unseen(capture, call) if due or writes or self._reruns else nullcontext():
+            output, rows = self._prove(capture, call, lambda: output, again=lambda: call, writes=writes)
         self._hand_on(capture, output, _Rehearsed(rows, capture.forward.padded))
         return output
 
@@ -354,7 +354,7 @@ class Evidence:
         held = tensors_in(capture.model.modules()) if self._left else {}
         return [*_parts_of(output), *(held.get(key, torch.empty(0)) for key in self._left)]
 
-    def _note_left(self, capture: CaptureContext, output: Any) -> None:
+    def _record_left(self, capture: CaptureContext, output: Any) -> None:
         """Record the attributes of modules in which the forward left values of samples, which a loss may read."""
         resized = capture.forward.resized
         if resized is None:
@@ -370,14 +370,14 @@ class Evidence:
             if axes is not None and axes[0] >= 0
         )
 
-    def _note_scalars(self, capture: CaptureContext, output: Any) -> None:
+    def _record_scalars(self, capture: CaptureContext, output: Any) -> None:
         """Record in the forward the nodes of output scalars that follow the batch."""
         holding = {key[0] for key in self._following if isinstance(key, tuple)}
         modules = [module for module in capture.model.modules() if id(module) in holding] if holding else []
         scalars = scalars_of(modules, _parts_of(output))
         capture.forward.following = [scalars[key].grad_fn for key in self._following if key in scalars]
 
-    def _weigh(
+    def _prove(
         self,
         capture: CaptureContext,
         call: ModuleCall,
@@ -403,8 +403,8 @@ class Evidence:
         output, begun, parts, tracked, probe = self._read(capture, call, output, read_again)
         if probe is not None:
             self._refuse_mixing(capture, call, probe)
-        rows, asks = _rows_of(probe, parts), self.asks(capture) and bool(self._asked or capture.forward.unproved_ways)
-        backs = asks and self._look_at_backwards(capture, parts, () if probe is None else probe.begun)
+        rows, due = _rows_of(probe, parts), self.must_prove(capture) and bool(self._proving or capture.forward.new_ways)
+        backs = due and self._custom_backwards(capture, parts, () if probe is None else probe.begun)
         parts = parts or self._shown(capture, output)
         seen = _ReadForward(call, parts, None if probe is None else rows, state, self._shown, tracked)
         if aside:
@@ -412,34 +412,33 @@ class Evidence:
         parts = []
         if writes:
             self._refuse_data(capture, call, writes, state)
-        if asks:
+        if due:
             try:
                 self._refuse_dependence(capture, seen)
             except SampleMixingError as error:
                 with _turned(capture, rows, states, error):
                     self._state = state
-                    return self._weigh(capture, again(), read_again, again=again, writes=writes, aside=aside)
+                    return self._prove(capture, again(), read_again, again=again, writes=writes, aside=aside)
             self._refuse_custom_backwards(capture, seen, has_custom=backs)
         self._refuse_padding(capture, seen)
-        if asks:
+        if due:
             # Without the outputs, which may be as large as all that a budget of memory leaves.
             seen = replace(seen, parts=[])
             self._refuse_other_rows(capture, seen)
-            self.unchecked.tell()
-        if self.asks(capture):
+            self.unchecked.warn()
+        if self.must_prove(capture):
             capture.forward.prove()
         if writes and self._watch is not None:
             self._watch.put_back()
         capture.forward.proofs = begun, _torch.next_order()
-        return output, rows if asks else {}
+        return output, rows if due else {}
 
     def _read(
         self, capture: CaptureContext, call: ModuleCall, output: Any, read_again: Callable[[], Any]
     ) -> tuple[Any, int, list[Tensor], frozenset[int], Probe | None]:
-        """Probe a forward, again where sizes misled; return (output, first node behind, and what `_looked_at` does)."""
-        # Returns its output, the number of the first node of the graph behind it, and what `_looked_at` does.
+        """Probe a forward, again where sizes misled; return (output, first node behind, what `_run_probe` returns)."""
         forward, begun = capture.forward, _torch.next_order()
-        parts, tracked, probe = self._looked_at(capture, output)
+        parts, tracked, probe = self._run_probe(capture, output)
         failed = probe is not None and on_any(capture.gathering, probe.failed)
         again = False
         if failed and forward.guessed and forward.resized is None:
@@ -451,7 +450,7 @@ class Evidence:
             again = on_any(capture.gathering, folded)
         if again:
             output, begun = read_again(), _torch.next_order()
-            parts, tracked, probe = self._looked_at(capture, output)
+            parts, tracked, probe = self._run_probe(capture, output)
         if self.hands_on:
             _refuse_of_all_samples(capture.model, parts, _rows_of(probe, parts))
         return output, begun, parts, tracked, probe
@@ -484,7 +483,7 @@ class Evidence:
         if watch is None:
             return frozenset()
         writes = watch.written()
-        if not (self._asked or watch.is_new(writes)):
+        if not (self._proving or watch.is_new(writes)):
             return frozenset()
         watch.remember(writes)
         return writes
@@ -495,7 +494,7 @@ class Evidence:
         """Refuse a model whose written state depends on the samples: run the forward on others and compare."""
         watch, forward = self._watched(capture), capture.forward
         assert watch is not None, "it has seen the writes"
-        if _has_packed(call.inputs) or not (self._asked or capture.gathering is None):
+        if _has_packed(call.inputs) or not (self._proving or capture.gathering is None):
             watch.refuse_unshown(writes)
         runs = Runs(
             Batch(call.inputs, forward.batch_size, forward.batch_axis),
@@ -504,7 +503,7 @@ class Evidence:
             drew=self._drew,
             proves=forward.proves,
         )
-        with capture.substitution.unwatched(), _sharing(capture, "state") if self._asked else nullcontext():
+        with capture.substitution.unwatched(), _sharing(capture, "state") if self._proving else nullcontext():
             watch.prove(writes, runs)
 
     def watching_backward(self, capture: CaptureContext) -> AbstractContextManager[None]:
@@ -537,23 +536,23 @@ class Evidence:
         forward.stays_small = rerun is None
         return rerun
 
-    def _looked_at(self, capture: CaptureContext, output: Any) -> tuple[list[Tensor], frozenset[int], Probe | None]:
+    def _run_probe(self, capture: CaptureContext, output: Any) -> tuple[list[Tensor], frozenset[int], Probe | None]:
         """Return (tensors to prove, numbers of outputs computed from parameters alone, their probe or None)."""
-        self._note_left(capture, output)
+        self._record_left(capture, output)
         parts, tracked = self._parts(capture, output), tracked_among(output)
         return parts, tracked, self._probed(capture, parts, tracked)
 
     def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
         """Return what is looked at of a forward that is proved; refuse outputs that nothing could look at."""
-        asks = self.asks(capture)
-        if asks and has_rows_of_samples(output, capture.forward.resized):
+        due = self.must_prove(capture)
+        if due and has_rows_of_samples(output, capture.forward.resized):
             # No proof looks at what layers made of rows without an axis for them.
             raise UncoveredParameterError(_SINGLE_ROWS.format(model=type(capture.model).__name__))
-        return self._shown(capture, output) if self._asked or asks else []
+        return self._shown(capture, output) if self._proving or due else []
 
     def _probed(self, capture: CaptureContext, outputs: list[Tensor], tracked: frozenset[int]) -> Probe | None:
         """Run backwards from outputs and return the probe; None where nothing is to be proved, or no output trains."""
-        if not self.asks(capture):
+        if not self.must_prove(capture):
             return None
         forward = capture.forward
         tensors = (*capture.model.parameters(), *capture.model.buffers(), *outputs)
@@ -586,9 +585,9 @@ class Evidence:
                 # What was met in a forward that nobody was to ask about may begin to remember there.
                 run, state = replace(seen, state=None).rerun(capture), seen.state or _state_of(capture, seen.call)
                 refuse_memory(capture.model, state, run, batch, unchecked)
-        self._look_at_scalars(capture, seen)
+        self._find_scalars(capture, seen)
 
-    def _look_at_scalars(self, capture: CaptureContext, seen: "_ReadForward") -> None:
+    def _find_scalars(self, capture: CaptureContext, seen: "_ReadForward") -> None:
         """Add the model's scalars that follow the batch to those known."""
         has_scalars = any(part.requires_grad and not part.dim() for part in seen.parts)
         has_scalars = has_scalars or bool(scalars_of(capture.model.modules(), []))
@@ -602,7 +601,7 @@ class Evidence:
                     capture.model, seen.rerun(capture), batch, self.unchecked, parameters=list(leaves.values())
                 )
 
-    def _look_at_backwards(self, capture: CaptureContext, parts: list[Tensor], starts: Sequence[Start]) -> bool:
+    def _custom_backwards(self, capture: CaptureContext, parts: list[Tensor], starts: Sequence[Start]) -> bool:
         """Return whether custom backwards are used; store why means are refused if they do not scale."""
         trained, self._without_scale = [part for part in parts if part.requires_grad], ""
         has_custom = capture.forward.proves and bool(trained) and has_custom_backwards(trained, capture.forward)
@@ -624,7 +623,7 @@ class Evidence:
     def _refuse_other_rows(self, capture: CaptureContext, seen: "_ReadForward") -> None:
         """Refuse a model whose layers get other samples' rows than it seemed, by a forward in reverse order."""
         # Samples that the model sorts may lie in order in one batch by chance: then its first half comes last in this.
-        if not capture.forward.proves or self._asks_again(capture):
+        if not capture.forward.proves or self._proves_again(capture):
             return
         if capture.gathering is not None or _has_packed(seen.call.inputs):
             self.unchecked.missed("samples cannot be exchanged", ORDER)
@@ -670,7 +669,7 @@ class Evidence:
         forward = capture.forward
         # Ranks that gather parameters together would run the model differently often.
         able = self.probes and not forward.is_dummy and capture.gathering is None
-        if not able or not (self.padding.is_pending() or self.asks(capture)):
+        if not able or not (self.padding.is_pending() or self.must_prove(capture)):
             return
         batch, axes = self._batch(capture, seen, seen.parts), capture.sites.outputs
         if seen.rows is None and len(axes) == len(seen.parts):
@@ -699,14 +698,14 @@ class Evidence:
             hands_on=self.hands_on,
             outputs=outputs,
             seed=self.unchecked.forwards,
-            again=self._asks_again(capture),
+            again=self._proves_again(capture),
             autocast=forward.autocast,
             shared=capture.gathering is not None,
         )
 
-    def _asks_again(self, capture: CaptureContext) -> bool:
+    def _proves_again(self, capture: CaptureContext) -> bool:
         """Return whether the latest forward is proved by schedule, although it took no new way."""
-        ranks, met = capture.gathering, bool(capture.forward.unproved_ways)
+        ranks, met = capture.gathering, bool(capture.forward.new_ways)
         if ranks is None:
             return self.unchecked.is_scheduled_again and not met
         # Ranks that share samples run the model on the same batches, whatever each of them meets.
@@ -803,7 +802,7 @@ class _Rehearsed:
 
     def hand_on(self, parts: Sequence[Tensor], forward: ForwardContext) -> None:
         """Store the proved row maps and padded positions on the outputs' nodes."""
-        note_proved(
+        mark_proved(
             [Start(GradientSource.of(parts[number]), rows) for number, rows in self.rows.items() if number < len(parts)]
         )
         trained = (one for one in self.padded if one.number < len(parts) and parts[one.number].grad_fn is not None)
@@ -898,7 +897,7 @@ def _probe_outputs(capture: CaptureContext, outputs: list[Tensor], *, half: bool
             # Forget what a wrong reading of the outputs seemed to show.
             sites.restore(states)
         with capture.listening(probe):
-            ask(
+            run_probe(
                 probe,
                 begun,
                 batch_size=forward.batch_size,

@@ -194,7 +194,7 @@ class StateWatch:
         right = {name for name in names if name in saved and same_content(state[name], saved[name])}
         return {name: saved[name] if name in right else state[name].detach().clone() for name in names}
 
-    def settle(self) -> None:
+    def drop_copies(self) -> None:
         """Reduce the copies to those of a forward that is not proved: a rehearsal has proved it."""
         self._copies = self._copied(proves=False)
 
@@ -333,7 +333,7 @@ class StateWatch:
         names = {write.name for write in writes}
         runs.begin()
         for name in names:
-            self._put(name, start)
+            self._set_entry(name, start)
         before, copies = self._marks(), self._copies
         uncounted = [write.name for write in writes if write.times == 0 and write.name in before.entries]
         self._copies = {name: before.entries[name].detach().clone() for name in uncounted}
@@ -356,7 +356,7 @@ class StateWatch:
         }
         return content, {write.name for write in written}
 
-    def _put(self, name: str, start: int) -> None:
+    def _set_entry(self, name: str, start: int) -> None:
         """Set an entry to its value before the forward; where that is unknown, to another value moved by `start`."""
         assert self._before is not None, "a forward has begun"
         before, slot = self._before, self._current().where.get(name) or self._before.where.get(name)

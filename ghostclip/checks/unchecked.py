@@ -58,7 +58,7 @@ class CheckSchedule:
         """Return whether the forward of this number is to be proved."""
         return number >= self._next
 
-    def take(self, number: int) -> bool:
+    def advance(self, number: int) -> bool:
         """Return whether the forward of this number is to be proved, and if so draw the next number."""
         due = self.is_due(number)
         if due:
@@ -75,7 +75,7 @@ class Unchecked:
         self._numbers = numbers
         self._why: dict[str, str] = {}  # by check, why it could not run
         self._done: set[str] = set()  # checks that ran
-        self._told: set[str] = set()  # checks that a warning has named
+        self._warned: set[str] = set()  # checks that a warning has named
         self.forwards = 0  # number of the latest forward of several samples, since evidence was asked for anew
         # whether it is one that the schedule asks about after the first: its kind was asked about before
         self.is_scheduled_again = False
@@ -88,20 +88,20 @@ class Unchecked:
         # asked about.
         if not probes:
             self.missed("probe=False", *_ALL)
-            self.tell()
+            self.warn()
             return False
         if min(batch_size, batch_size if records is None else records) < 2:
             self._alone += 1
             if not self.forwards:
                 self.missed(_LONE, *_ALL)
             if self._alone == _ALONE:
-                self.tell()
+                self.warn()
             return batch_size > 1 and self._schedule.is_due(self.forwards + 1)
         # Whoever asks for the others says what became of it; the losses may be asked for by nobody.
         if self._why.get(LOSSES) == _LONE:
             del self._why[LOSSES]
         self.forwards += 1
-        due = self._schedule.take(self.forwards)
+        due = self._schedule.advance(self.forwards)
         self.is_scheduled_again = due and self.forwards > 1
         return due
 
@@ -120,7 +120,7 @@ class Unchecked:
         # `why` is for a parenthesis.
         self._why.update((check, why) for check in checks if check not in self._done)
 
-    def note(self, check: str, why: str) -> None:
+    def report(self, check: str, why: str) -> None:
         """Record that a check ran, or, where ``why`` is given, why it could not."""
         (self.missed(why, check) if why else self.ran(check))
 
@@ -128,10 +128,10 @@ class Unchecked:
         """Return why a check could not run; empty where it ran, or was not asked for."""
         return self._why.get(check, "")
 
-    def tell(self) -> None:
+    def warn(self) -> None:
         """Log a warning of the checks that could not run, once each."""
-        if not self._told.issuperset(self._why):
-            self._told.update(self._why)
+        if not self._warned.issuperset(self._why):
+            self._warned.update(self._why)
             _log.warning("%s.", self)
 
     def __str__(self) -> str:

@@ -225,7 +225,7 @@ class LossExaminer:
             numbers = [number for path in path_groups.pop(key) for number in path.numbers]
             if forward.batch_size > 1 or not any(number.has_axes for number in numbers):
                 self._agree(key, [Scale(ANY, 0.0)])
-        asks = self._evidence.asks_of_loss(roots[0], forward, is_scalar=True)
+        asks = self._evidence.must_prove_loss(roots[0], forward, is_scalar=True)
         asks = asks and (capture.gathering is None or capture.gathering.may_prove())
         if forward.batch_size > 1 and (asks or forward.unproven or self._is_new(path_groups, forward)):
             with self._evidence.unseen(capture, roots, forward):
@@ -236,10 +236,10 @@ class LossExaminer:
             if asks:
                 # A sum that nothing divides is one, whatever was declared.
                 summed = bool(forward.losses) and self._are_summed(path_groups, forward, roots, grads)
-                self._evidence.look_at_known(capture, roots[0], forward, mean=self._reduction == "mean" and not summed)
+                self._evidence.check_known(capture, roots[0], forward, mean=self._reduction == "mean" and not summed)
                 self._evidence.proved_loss(roots[0], forward)
         forward.losses.clear()
-        self._evidence.look_at_loss(capture, roots, forward)
+        self._evidence.check_loss(capture, roots, forward)
         summed = self._are_summed(path_groups, forward, roots, grads)
         self._refuse_changed_factors(path_groups, forward)
         refuse_following(roots, forward)

@@ -378,9 +378,9 @@ def _shapes(batch: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 class _Changeable(Reachable):
     """State that collating may change, long containers left out: they hold data, and take long to compare."""
 
-    def _note(self, item: Any, *, passed: bool) -> Iterable[Any]:
+    def _record(self, item: Any, *, passed: bool) -> Iterable[Any]:
         """Record one object's state, long containers left out."""
-        return () if isinstance(item, (list, set, dict)) and len(item) > _KEPT else super()._note(item, passed=passed)
+        return () if isinstance(item, (list, set, dict)) and len(item) > _KEPT else super()._record(item, passed=passed)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ghostclip import _validate
 from ghostclip._memory import PeakMemory, available_bytes, is_out_of_memory
-from ghostclip.checks.dependence import batch_axis_of, note_shared
+from ghostclip.checks.dependence import batch_axis_of, record_shared
 from ghostclip.data.loader import TakenAsItIs, started, worker_options
 from ghostclip.data.sampler import PrivateSampler, Records
 from ghostclip.errors import DataError, InvalidOptionError, MissingGradientError
@@ -372,7 +372,7 @@ class PhysicalBatches:
             torch.OutOfMemoryError: If not even one sample fits.
         """
         rows = count_rows(batch, axis=self._optimizer.clipper.axis)
-        note_shared(batch, rows, self._shared)
+        record_shared(batch, rows, self._shared)
         try:
             return run_in_parts(self._optimizer, batch, 1 if rows is None else rows, work, self._sizes())
         except BaseException as error:

@@ -365,7 +365,7 @@ class ShardedModel:
         if all(self._proved):
             if self._schedule is None:
                 self._schedule = CheckSchedule(common_numbers("when to ask again"), asked=self._number)
-            due = self._schedule.take(self._number)
+            due = self._schedule.advance(self._number)
             asks, self.proves_again = due or self._is_due, due and not self._is_due
         else:
             able_ranks = gathered("forward", able)

@@ -313,7 +313,7 @@ class DrawLog:
         carried = frozenset().union(*(one.carried for one in forwards))
         alike = _of_kinds([rows for one in forwards for rows in self._rows_first(one)])
         self._several += bool(alike)
-        crossed = crossed_in(alike) if alike and self._schedule.take(self._several) else None
+        crossed = crossed_in(alike) if alike and self._schedule.advance(self._several) else None
         return NotedInputs(draws, crossed=crossed, carried=carried)
 
     def _rows_first(self, inputs: NotedInputs) -> list[Tensor]:

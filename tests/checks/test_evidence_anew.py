@@ -14,7 +14,7 @@ from tests.cases import by_name
 
 def _asked(count: int) -> list[int]:
     schedule = CheckSchedule()
-    return [number for number in range(1, count) if schedule.take(number)]
+    return [number for number in range(1, count) if schedule.advance(number)]
 
 
 def test_when(unpredictable):
