@@ -293,7 +293,7 @@ def _seconds(work: Callable[[], None]) -> float:
 def _hand_over_early() -> None:
     """Let graphs take over in a short process, at one release; nothing is compiled, and a dict is the disk."""
     at_once(setattr)
-    note, take_sizes = CompiledRecord.note, GraphStep.take_sizes
+    note, take_sizes = CompiledRecord.record, GraphStep.take_sizes
 
     def noted(record: CompiledRecord, compiled: Compiled) -> None:
         note(record, replace(compiled, since=max(_HAND_OVER, compiled.since)))
@@ -301,7 +301,7 @@ def _hand_over_early() -> None:
     for name in ("_RECENT", "_FIRST", "_TIMED"):
         setattr(takeover, name, 2)
     takeover._OF_ONE_FORM = 0.0
-    CompiledRecord.note = noted  # type: ignore[method-assign]
+    CompiledRecord.record = noted  # type: ignore[method-assign]
     GraphStep.take_sizes = lambda step, sizes, keys=(), branches=None: take_sizes(step, (5, 2), keys, branches)  # type: ignore[method-assign]
 
 

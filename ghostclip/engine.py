@@ -548,7 +548,7 @@ class PrivacyEngine:
             data_loader, poisson_sampling=options.poisson_sampling, before=self._sampling, mechanism=mechanism
         )
         sampling.examine()
-        self._account.settle_ledger(shared=sampling.replicas > 1)
+        self._account.share_ledger(shared=sampling.replicas > 1)
         self._account.require_relation(sampling.event.relation)
         return sampling
 

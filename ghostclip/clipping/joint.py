@@ -149,7 +149,7 @@ class SmallLayers:
         self._formed_elements = 0  # of those
         self.gradients_full = False  # whether as many gradients wait as may where they are not stored
 
-    def takes(self, use: ParamUse, grad: Tensor, stored: frozenset[str]) -> bool:
+    def hold(self, use: ParamUse, grad: Tensor, stored: frozenset[str]) -> bool:
         """Hold the output gradient of a small layer until others are alike; return whether it is held."""
         # Return whether it was taken. The gradient must not change until it was made a factor of. `stored`: parameters
         # whose gradients are stored although their factors are smaller.
@@ -176,7 +176,7 @@ class SmallLayers:
         self.full = self._elements > most * _WAITING
         return True
 
-    def takes_gradients(self, name: str, factor: Factor) -> bool:
+    def hold_gradients(self, name: str, factor: Factor) -> bool:
         """Hold a parameter's small per-sample gradients until others are alike; return whether they are held."""
         # Return whether they were taken. Nothing else in this backward may contribute to the parameter, and the factor
         # must not change until `finish_gradients`.
@@ -241,7 +241,7 @@ class SmallLayers:
             return False
         # Each target is a parameter itself.
         names = dict(zip(first.targets, zip(*[use.site.consumed for use, *_ in uses], strict=True), strict=True))
-        _note_sizes(uses, formed)
+        _update_statistics(uses, formed)
         for key, factor in formed.items():
             assert isinstance(factor, (Dense, Outer))
             self._join(Joint(names[key], factor))
@@ -261,7 +261,7 @@ def _train(uses: Sequence[_Waiting]) -> bool:
     return all(leaf.parameter.requires_grad for leaf in leaves)
 
 
-def _note_sizes(uses: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
+def _update_statistics(uses: Sequence[_Waiting], formed: Mapping[str, Factor]) -> None:
     """Update the statistics of call sites whose gradients are their largest so far."""
     parts: dict[str, list[Factor]] = {}
     for number, (use, grad, _) in enumerate(uses):
@@ -303,7 +303,7 @@ class SharedInputNorms:
         self._total = total
         self._waiting: defaultdict[Any, list[_SharedInput]] = defaultdict(list)  # by forward and memory of the input
 
-    def takes(self, use: ParamUse, name: str, factor: Any) -> bool:
+    def hold(self, use: ParamUse, name: str, factor: Any) -> bool:
         """Hold a factor whose input other layers read as well; return whether its norm is added here."""
         # Nothing else in this backward contributes to its parameter, and it must not change until its norm has been
         # added.
@@ -347,7 +347,7 @@ class SharedInputNorms:
         if len(layers) > 1 and saved > 0:
             self._total.add(layers[0].name, _joint(layers[0].input_NTI, [waiting.other_NTO for waiting in layers]))
             for waiting in layers:
-                _note_shared_gram(waiting, joint * waiting.other_NTO.shape[2] // outputs, len(layers))
+                _record_shared_gram(waiting, joint * waiting.other_NTO.shape[2] // outputs, len(layers))
             return
         for waiting in layers:
             self._total.add_norm_of(waiting.name, waiting.factor)
@@ -359,7 +359,7 @@ def _separate_flops(layers: Sequence[_SharedInput], by: Mapping[str, bool]) -> i
     return sum(min(planner.gram_flops(*size, **by), 2 * size[0] * size[1] * size[2]) for size in sizes)
 
 
-def _note_shared_gram(waiting: _SharedInput, flops: int, readers: int) -> None:
+def _record_shared_gram(waiting: _SharedInput, flops: int, readers: int) -> None:
     """Write into a call site's statistics its share of the FLOPs of a Gram matrix formed for several layers."""
     plan = f"symmetric Gram, its input's shared by {readers}"
     for key, arrived in waiting.use.site.statistics.items():

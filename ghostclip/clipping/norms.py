@@ -94,7 +94,7 @@ class NormSum:
         self._products: list[Product] = []  # outer products without positions: a norm is a product of two
         self._root_B: Tensor | None = None  # cached by `of_blocks_B`
         self._found: SquaredNorm | None = None  # cached by `total`
-        self._settled: tuple[Tensor, Tensor] | None = None  # (samples, their norms) that replace what squares add up to
+        self._overridden: tuple[Tensor, Tensor] | None = None  # (samples, their norms) in place of the sums
 
     def add(self, norm: SquaredNorm | Unfinished | Reduced | Product, *, layers: int = 1) -> None:
         """Add one factor's squared norms, or what they follow from; the argument must not change afterwards."""
@@ -169,15 +169,15 @@ class NormSum:
         self._errors, self._terms, self._root_B = [], [], None
         self._values, self._found = [norm.value_B], norm
 
-    def settle(self, index_D: Tensor, norm_D: Tensor) -> None:
+    def override(self, index_D: Tensor, norm_D: Tensor) -> None:
         """Override the norms of a few samples with ones rounded up, computed in float64."""
-        self._settled = index_D, norm_D
+        self._overridden = index_D, norm_D
 
-    def with_settled(self, norm_B: Tensor) -> Tensor:
+    def with_overridden(self, norm_B: Tensor) -> Tensor:
         """Return norms ``(B,)`` with the overridden ones put in."""
-        if self._settled is None:
+        if self._overridden is None:
             return norm_B
-        index_D, norm_D = self._settled
+        index_D, norm_D = self._overridden
         return norm_B.index_copy(0, index_D.to(norm_B.device), norm_D.to(norm_B))
 
     def of_blocks_B(self) -> Tensor | None:
@@ -194,7 +194,7 @@ class NormSum:
             total = self.total()
             assert total is not None
             norm_B = rounded_up_(_at_most_B(total).sqrt())
-        return self.with_settled(norm_B)
+        return self.with_overridden(norm_B)
 
     def imprecise_B(self) -> Tensor:
         """Return which samples' norms are not finite, or rounded by more than the tolerance."""
@@ -350,8 +350,8 @@ class GroupNorms:
         for norm_sum, better in zip(self.sums, exact.sums, strict=True):
             before, after = norm_sum.total(), better.total()
             if before is not None and after is not None:
-                norm_D, ill_D = _settled(after, before, index_D)
-                norm_sum.settle(index_D, norm_D)
+                norm_D, ill_D = _refined(after, before, index_D)
+                norm_sum.override(index_D, norm_D)
                 # Numbers whose squares are beyond float32 are not multiplied in float32 either.
                 ill_B = ~(_at_most_B(before) < _most(before.value_B.dtype))
                 ill_GB.append(ill_B.index_copy(0, index_D.to(ill_B.device), ill_D.to(ill_B.device) | ill_B[index_D]))
@@ -371,7 +371,7 @@ class GroupNorms:
         for norms in alike:
             square_KB = torch.stack([_at_most_B(norm) for norm in norms.values()])
             for number, norm_B in zip(norms, rounded_up_(square_KB.sqrt_()).unbind(), strict=True):
-                norm_GB[number] = self.sums[number].with_settled(norm_B)
+                norm_GB[number] = self.sums[number].with_overridden(norm_B)
         return norm_GB
 
     def _alike(self) -> Collection[dict[int, SquaredNorm]]:
@@ -518,7 +518,7 @@ def _tolerance(norm: SquaredNorm) -> float:
     return TOLERANCE_BY_UNITS if by_units else TOLERANCE[norm.value_B.dtype]
 
 
-def _settled(norm: SquaredNorm, before: SquaredNorm, index_D: Tensor) -> tuple[Tensor, Tensor]:
+def _refined(norm: SquaredNorm, before: SquaredNorm, index_D: Tensor) -> tuple[Tensor, Tensor]:
     """Return (norms of a few samples from float64, rounded up, which of them are ill-conditioned)."""
     # `before` are the squared norms of all samples, in the dtype that contributions would be summed in otherwise.
     square_D, terms, dtype = norm.value_B, norm.terms, before.value_B.dtype

@@ -69,28 +69,28 @@ class Streams:
     """CUDA streams on which the gradients of one backward arrived."""
 
     def __init__(self) -> None:
-        self._met: dict[tuple[torch.device, Any], Any] = {}
+        self._seen: dict[tuple[torch.device, Any], Any] = {}
 
-    def note(self, device: torch.device) -> None:
+    def add_current(self, device: torch.device) -> None:
         """Record the stream that is current as a gradient arrives."""
         stream = _torch.current_stream(device)
         if stream is not None:
-            self._met[device, stream] = stream
+            self._seen[device, stream] = stream
 
     def join(self) -> None:
         """Make the current stream of each device wait for all streams that gradients arrived on."""
-        for (device, _), stream in self._met.items():
+        for (device, _), stream in self._seen.items():
             here = _torch.current_stream(device)
             if here != stream:
                 here.wait_stream(stream)
 
     def part(self) -> None:
         """Make the other streams wait for the current one, lest they reuse memory that it still reads."""
-        for (device, _), stream in self._met.items():
+        for (device, _), stream in self._seen.items():
             here = _torch.current_stream(device)
             if here != stream:
                 stream.wait_stream(here)
-        self._met.clear()
+        self._seen.clear()
 
 
 class Pass(ABC):
@@ -112,29 +112,29 @@ class Pass(ABC):
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """Form the factors of a use from its output gradient, and consume them."""
         if grad.is_cuda or not self.forwards or self.forwards[-1] is not use.forward:
-            self._meet(use, grad)
+            self._record_arrival(use, grad)
         with undisturbed():
-            self._take(use, grad)
+            self._consume_factors(use, grad)
         if self.final:
             use.release()
 
-    def _meet(self, use: ParamUse, grad: Tensor) -> None:
+    def _record_arrival(self, use: ParamUse, grad: Tensor) -> None:
         """Record the forward of a use, and the stream that its gradient came on."""
         if use.forward not in self.forwards:
             self.admit(use.forward)
         if grad.is_cuda:
-            self.streams.note(grad.device)
+            self.streams.add_current(grad.device)
 
-    def _note_put_aside(self, use: ParamUse, grad: Tensor) -> None:
+    def _record_held(self, use: ParamUse, grad: Tensor) -> None:
         """Record a use whose gradient is held for others alike; form the factors of all once they are many."""
         if grad.is_cuda or not self.forwards or self.forwards[-1] is not use.forward:
-            self._meet(use, grad)
+            self._record_arrival(use, grad)
         if self._alike.full:
             self.streams.join()
             with undisturbed():
                 self._alike.finish()
 
-    def _take(self, use: ParamUse, grad: Tensor) -> None:
+    def _consume_factors(self, use: ParamUse, grad: Tensor) -> None:
         """Form the factors of a use and consume them."""
         self._arriving = grad
         for name, factor in use.parameter_factors(grad):
@@ -157,7 +157,7 @@ class Pass(ABC):
         self._spread[name].append(formed(factor))
         return True
 
-    def _whole(self) -> list[tuple[str, Factor]]:
+    def _added_up(self) -> list[tuple[str, Factor]]:
         """Return (name, gradients) of the factors held by `_defers`, summed over all ranks in one exchange."""
         if self._ranks is None or not self.forwards:
             return []
@@ -244,7 +244,7 @@ class BookKeeping(Pass):
         self._versions: dict[int, list[int]] = {}  # of stored factors' tensors, by `id` of the factor
         self._together = SharedInputNorms(self.total)
         self._joints: list[Joint] = []  # stored factors of parameters that were put together
-        self._alike = SmallLayers(join=self._join, alone=self._take, single=self._add)
+        self._alike = SmallLayers(join=self._join, alone=self._consume_factors, single=self._add)
         alone = sequences is not None or ranks is not None or len(self.total.sums) > 1
         self.puts_together = type(self).puts_together and not alone
 
@@ -256,10 +256,10 @@ class BookKeeping(Pass):
             self._stored = self._stored_layers(use, grad)
             if self._sequences is not None:
                 self._sequences.begin(use.forward)
-        if use.alike is None or not self.puts_together or not self._alike.takes(use, grad, self._stored):
+        if use.alike is None or not self.puts_together or not self._alike.hold(use, grad, self._stored):
             super().receive(use, grad)
             return
-        self._note_put_aside(use, grad)
+        self._record_held(use, grad)
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Store a factor and add its squared norm."""
@@ -272,7 +272,7 @@ class BookKeeping(Pass):
             # Its uses are put together first: there may be as many as steps of a sequence.
             self._waiting[name].append(formed(stored))
         # A part that runs again may bring another use yet.
-        elif not self.puts_together or use.forward.runs_again or not self._alike.takes_gradients(name, stored):
+        elif not self.puts_together or use.forward.runs_again or not self._alike.hold_gradients(name, stored):
             self._add(name, stored, use=use)
 
     def _stored_form(self, name: str, factor: Factor) -> Factor:
@@ -289,7 +289,7 @@ class BookKeeping(Pass):
 
     def _add(self, name: str, factor: Factor, *, use: ParamUse | None = None) -> None:
         """Add a factor's norm and store it with its version."""
-        if use is None or not self._together.takes(use, name, factor):
+        if use is None or not self._together.hold(use, name, factor):
             self.total.add_norm_of(name, factor)
         self.factors[name].append(factor)
         self._versions[id(factor)] = versions(factor)
@@ -300,7 +300,7 @@ class BookKeeping(Pass):
         """Return the norms of all samples; recomputed in float64 where rounding could matter."""
         self._alike.finish()
         self._alike.finish_gradients()
-        for name, factor in self._whole():
+        for name, factor in self._added_up():
             self._add(name, factor)
         for name in list(self._waiting):
             for factor in joined(self._waiting.pop(name)):
@@ -338,7 +338,7 @@ class BookKeeping(Pass):
         # after its norm had been taken is refused.
         if weights.ill_conditioned_B is not None:
             self._split_joint()
-        self._split_joint(lambda joint: not sums.takes_at_once(joint.elements))
+        self._split_joint(lambda joint: not sums.fits_at_once(joint.elements))
         joints, self._joints = self._joints, []
         while joints:
             weights.into_several(sums, joints.pop(0))
@@ -370,7 +370,7 @@ class Hooks(BookKeeping):
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Materialise a factor and add it to the parameter's per-sample gradients, one `Dense` each."""
-        # A part of one, on ranks that share samples, is added up over them in `_whole`.
+        # A part of one, on ranks that share samples, is added up over them in `_added_up`.
         if self._ranks is not None and self._defers(use, name, factor):
             return
         # A gradient may be that of the output itself, which the user must not get to change.
@@ -384,7 +384,7 @@ class Hooks(BookKeeping):
 
     def norms(self) -> GroupNorms:
         """Return the norms of the materialised gradients."""
-        for name, factor in self._whole():
+        for name, factor in self._added_up():
             self.factors[name].append(factor)
         for name, (factor,) in self.factors.items():
             self.total.add_norm_of(name, factor)
@@ -405,31 +405,31 @@ class OneOfTwo(Pass):
     def __init__(self, repeats: RepeatCheck, *, puts_together: bool, ranks: SharedSamples | None) -> None:
         super().__init__(ranks)
         self._comparison, self._puts_together = repeats, puts_together
-        self._alike = SmallLayers(join=self._join, alone=self._take_alone, single=self._add, final=self.final)
+        self._alike = SmallLayers(join=self._join, alone=self._consume_alone, single=self._add, final=self.final)
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """As in `Pass`, with small layers held for others alike, and what arrives compared between the backwards."""
         if self._is_compared_by_use(use):
             # With the other backward's: the output gradient and what was saved stand for all factors.
-            self._comparison.note_use(use, grad)
+            self._comparison.compare_use(use, grad)
         if not (self._puts_together and self._puts_aside(use, grad)):
             super().receive(use, grad)
             return
-        self._note_put_aside(use, grad)
+        self._record_held(use, grad)
 
     def _is_compared_by_use(self, use: ParamUse) -> bool:
         """Return whether a use's gradient and saved tensors are compared, instead of its factors."""
         # What hooks on saved tensors pack can be asked for once.
         return use.alike is not None and self.only is None and (use.node is None or type(use.node) is SavedTensors)
 
-    def _note(self, use: ParamUse, name: str, factor: Factor) -> None:
+    def _compare_factor(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Compare a factor with the other backward's, where its use is not compared."""
         if not self._is_compared_by_use(use):
-            self._comparison.note(name, factor)
+            self._comparison.compare_factor(name, factor)
 
     def _waits(self, name: str, factor: Factor) -> bool:
         """Hold a small gradient for others alike; return whether it is held."""
-        if not (self._puts_together and self._may_wait(factor) and self._alike.takes_gradients(name, factor)):
+        if not (self._puts_together and self._may_wait(factor) and self._alike.hold_gradients(name, factor)):
             return False
         if self._alike.gradients_full:
             self.streams.join()
@@ -443,11 +443,11 @@ class OneOfTwo(Pass):
 
     def _puts_aside(self, use: ParamUse, grad: Tensor) -> bool:
         """Hold a small layer's gradient for others alike; return whether it is held."""
-        return self.only is None and self._ranks is None and self._alike.takes(use, grad, frozenset())
+        return self.only is None and self._ranks is None and self._alike.hold(use, grad, frozenset())
 
-    def _take_alone(self, use: ParamUse, grad: Tensor) -> None:
+    def _consume_alone(self, use: ParamUse, grad: Tensor) -> None:
         """Consume a held use for which nothing alike came."""
-        self._take(use, grad)
+        self._consume_factors(use, grad)
 
     @abstractmethod
     def _join(self, joint: Joint) -> None:
@@ -504,14 +504,14 @@ class NormPass(OneOfTwo):
         self.arrived.update(names)
         return True
 
-    def _take_alone(self, use: ParamUse, grad: Tensor) -> None:
+    def _consume_alone(self, use: ParamUse, grad: Tensor) -> None:
         """Consume a held use by itself, as one that has not arrived yet."""
         self.arrived.difference_update(use.site.names)
-        super()._take_alone(use, grad)
+        super()._consume_alone(use, grad)
 
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Add a factor's squared norm and drop it, or store it for cross terms; small ones wait for similar ones."""
-        self._note(use, name, factor)
+        self._compare_factor(use, name, factor)
         if self._ranks is not None and self._defers(use, name, factor):
             return
         if name not in self.arrived and (name in self._shared or use.forward.use_counts[name] > 1):
@@ -530,7 +530,7 @@ class NormPass(OneOfTwo):
         """Return the norms of all samples, or of the few in `index_D`; shared parameters' cross terms included."""
         self._finish_waiting()
         self.several = set(self._waiting)
-        for name, factor in self._whole():
+        for name, factor in self._added_up():
             self._add(name, factor)
         if self._index_D is not None:
             self.total.merge(exact_norms(self._waiting, self.total, self._index_D))
@@ -562,7 +562,7 @@ class NormPass(OneOfTwo):
             self.total.add(name, exact_sqnorm(factor, self._index_D))
         elif self._instantiate and isinstance(inside, Outer):
             self.total.add(name, inside.instantiated_sums() or inside.instantiated_sqnorm())
-        elif use is None or not self._together.takes(use, name, factor):
+        elif use is None or not self._together.hold(use, name, factor):
             self.total.add_norm_of(name, factor)
 
 
@@ -582,7 +582,7 @@ class SumPass(OneOfTwo):
         # Where sums are sent on as they come, none waits.
         # expected: uses that the norm pass has met; None where recomputation makes new ones. several: parameters that
         # it met more than once.
-        combine = weights.ill_conditioned_B is None and len(weights.coef_GB) == 1 and sums.takes_at_once(_ANY)
+        combine = weights.ill_conditioned_B is None and len(weights.coef_GB) == 1 and sums.fits_at_once(_ANY)
         super().__init__(repeats, puts_together=combine, ranks=ranks)
         self._sums, self._weights = sums, weights
         self._expected, self._several = expected, several
@@ -597,7 +597,7 @@ class SumPass(OneOfTwo):
     def consume(self, use: ParamUse, name: str, factor: Factor) -> None:
         """Contract a factor into its parameter's sum."""
         self._expect(use)
-        self._note(use, name, factor)
+        self._compare_factor(use, name, factor)
         if self._ranks is not None and self._defers(use, name, factor):
             return
         several = name in self._several
@@ -623,7 +623,7 @@ class SumPass(OneOfTwo):
     def finish(self) -> None:
         """Add all that was held: for layers alike, for all uses of a parameter, for other ranks."""
         self._finish_waiting()
-        for name, factor in self._whole():
+        for name, factor in self._added_up():
             self._add(name, factor)
         self._weights.finish(self._sums)
 

@@ -102,7 +102,7 @@ class SumsBefore:
         if self._sums.get(parameter) is buffer and parameter not in self._copies:
             self._copies[parameter] = buffer.clone()
 
-    def put_back(self) -> dict[nn.Parameter, Tensor]:
+    def restored(self) -> dict[nn.Parameter, Tensor]:
         """Return the sums by parameter as they were at the savepoint."""
         self._sums.update(self._copies)
         self._copies.clear()
@@ -119,7 +119,7 @@ class Delivery(Protocol):
     """Delivery of the clipped sums of whole parameters to the ranks that have their parts."""
 
     # Every rank delivers every parameter once in a backward, in one order: a missing sum counts as zero.
-    def takes(self, parameter: nn.Parameter) -> bool:
+    def delivers(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is divided among ranks, so that its sum is delivered."""
 
     def number(self, parameter: nn.Parameter) -> int:
@@ -156,7 +156,7 @@ class Sharded(Gathering, Protocol):
     def delivery(self) -> Delivery:
         """Delivery of clipped sums to the ranks that have the parts."""
 
-    def look_at(self, sums: Callable[[], Mapping[str, Tensor | None]]) -> None:
+    def compare_sums(self, sums: Callable[[], Mapping[str, Tensor | None]]) -> None:
         """Compare between ranks, after a proved forward, clipped sums of parameters that should be equal."""
 
     def rest(self) -> None:
@@ -209,7 +209,7 @@ class GradientStore:
     def buffer(self, name: str) -> tuple[Tensor, bool]:
         """Return a parameter's accumulator, and whether it is new: uninitialised, to be written at once."""
         parameter = self._parameters[name]
-        if self._delivery is not None and self._delivery.takes(parameter):
+        if self._delivery is not None and self._delivery.delivers(parameter):
             return self._buffer_of_whole(name, parameter)
         # Later uses of a shared parameter in the same backward add to the same accumulator.
         buffer = self._in_progress.get(parameter)
@@ -233,7 +233,7 @@ class GradientStore:
         become = self.owned and sums.numel() <= _SHARED
         for name, part in zip(names, sums.unbind(), strict=True):
             parameter = self._parameters[name]
-            if delivery is not None and delivery.takes(parameter):
+            if delivery is not None and delivery.delivers(parameter):
                 delivery.add(parameter, part)
                 continue
             if become and accumulators.setdefault(parameter, part) is part:
@@ -265,7 +265,7 @@ class GradientStore:
             return parameter not in self._sums
         occupied = parameter.grad is not None or parameter in self._in_progress
         alike = parameter.dtype == dtype and dtype in _FULL_PRECISION and type(parameter) is nn.Parameter
-        return alike and not occupied and not (self._delivery is not None and self._delivery.takes(parameter))
+        return alike and not occupied and not (self._delivery is not None and self._delivery.delivers(parameter))
 
     def _buffer_of_whole(self, name: str, parameter: nn.Parameter) -> tuple[Tensor, bool]:
         """Return the accumulator for the whole of a divided parameter in this backward, and whether it is new."""
@@ -277,7 +277,7 @@ class GradientStore:
         whole = self._whole[parameter] = torch.empty(here.shape, dtype=dtype, device=here.device)
         return whole, True
 
-    def takes_at_once(self, elements: int) -> bool:
+    def fits_at_once(self, elements: int) -> bool:
         """Return whether sums of so many elements may be formed together before they are delivered."""
         return self._delivery is None or elements <= _SHARED // 8
 
@@ -293,7 +293,7 @@ class GradientStore:
             self._delivery.add(parameter, self._whole.pop(parameter))
             self._delivery.send()
 
-    def _take_in(self, delivery: Delivery) -> None:
+    def _finish_delivery(self, delivery: Delivery) -> None:
         """Finish the delivery, and add this rank's parts of the sums over all ranks to the accumulators."""
         for parameter in list(self._whole):
             delivery.add(parameter, self._whole.pop(parameter))
@@ -394,7 +394,7 @@ class GradientStore:
             if getattr(parameter, "grad_sample", None) is not None:
                 parameter.grad_sample = None  # type: ignore[attr-defined]
 
-    def let_go(self) -> None:
+    def drop_unowned(self) -> None:
         """Drop float32 sums of 16-bit parameters whose ``p.grad`` the caller has set to None."""
         if self._sums and not self.owned:
             self._sums = {parameter: total for parameter, total in self._sums.items() if parameter.grad is not None}
@@ -404,7 +404,7 @@ class GradientStore:
         self.has_sum = True
         self._in_progress.clear()
         if self._delivery is not None:
-            self._take_in(self._delivery)
+            self._finish_delivery(self._delivery)
         if self.owned:
             return
         rounded: list[tuple[Tensor, Tensor]] = []
@@ -482,7 +482,7 @@ class GradientStore:
         self._kept.append(before)
 
         def restore() -> None:
-            sums = before.put_back()
+            sums = before.restored()
             self.drop_samples()
             self.reset()
             self._sums.update(sums)

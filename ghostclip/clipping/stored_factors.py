@@ -108,13 +108,13 @@ class RepeatCheck:
         if anew:
             self._first.clear()
 
-    def note(self, name: str, factor: Factor) -> None:
+    def compare_factor(self, name: str, factor: Factor) -> None:
         """Store or compare a factor's values, if it is one of those compared."""
         number = self._compared(1)
         if number is not None:
             self._compare(number, name, [_some(tensor) for tensor in tensors_of(factor)])
 
-    def note_use(self, use: ParamUse, grad: Tensor) -> None:
+    def compare_use(self, use: ParamUse, grad: Tensor) -> None:
         """Store or compare a use's gradient and saved tensors, from which its factors follow."""
         number = self._compared(len(use.site.consumed))
         if number is None:

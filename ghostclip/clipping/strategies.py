@@ -40,7 +40,7 @@ class ClippingState:
     """What all strategies of a clipper share: how a backward's sums are begun, completed or dropped."""
 
     generation = 0  # how often the sums were reset
-    _doubt: Verdict | None = None  # whether the last two backwards agreed, still to be read from the device
+    _verdict: Verdict | None = None  # whether the last two backwards agreed, still to be read from the device
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ClippingState:
             present=substitution.present,
             delivery=None if sharded is None else sharded.delivery,
         )
-        capture.before_forward = self.store.let_go
+        capture.before_forward = self.store.drop_unowned
 
     def listen(self, listener: Pass, run: Callable[[], bool | None]) -> bool | None:
         """Run a backward whose output gradients a pass receives, and return what ``run`` returns."""
@@ -117,7 +117,7 @@ class ClippingState:
         sharded = self.sharded
         if sharded is not None:
             # What one rank finds, all refuse.
-            self.all_or_nothing(lambda: sharded.look_at(self._sums))
+            self.all_or_nothing(lambda: sharded.compare_sums(self._sums))
         self.capture.free_gathered()
 
     def _sums(self) -> dict[str, Tensor | None]:
@@ -162,23 +162,23 @@ class ClippingState:
 
     def require(self, repeats: RepeatCheck) -> None:
         """Refuse or drop a second backward that differs from the first; an answer on the device is read later."""
-        self._doubt = repeats.require()
-        if self._doubt is not None and self.sharded is not None:
+        self._verdict = repeats.require()
+        if self._verdict is not None and self.sharded is not None:
             # Other ranks hold a part of these sums, and wait for no later answer.
-            self.settle_doubt()
-        elif self._doubt is not None:
-            self.store.drop_if(self._doubt.differs_K.any())
+            self.require_verdict()
+        elif self._verdict is not None:
+            self.store.drop_if(self._verdict.differs_K.any())
 
-    def take_doubt(self) -> Verdict | None:
+    def pop_verdict(self) -> Verdict | None:
         """Return the open answer whether the last two backwards agreed, for the caller to read; None if none is."""
-        doubt, self._doubt = self._doubt, None
-        return doubt
+        verdict, self._verdict = self._verdict, None
+        return verdict
 
-    def settle_doubt(self) -> None:
+    def require_verdict(self) -> None:
         """Wait for the open answer whether the last two backwards agreed, and refuse if they did not."""
-        doubt = self.take_doubt()
-        if doubt is not None:
-            doubt.require()
+        verdict = self.pop_verdict()
+        if verdict is not None:
+            verdict.require()
 
 
 TWO_PASS: Final = ("ghost", "fast")
@@ -245,7 +245,7 @@ class OnePass:
     def begin(self, strategy: str, loss: Tensor | None) -> BookKeeping:
         """Return a new pass for a backward from a loss, None if that is not known."""
         state = self._state
-        state.settle_doubt()
+        state.require_verdict()
         if strategy == "hooks":
             state.store.drop_stale_samples()
             return Hooks(state.groups(), ranks=state.ranks)
@@ -385,10 +385,10 @@ class TwoPasses:
 
     def _imprecise_B(self, total: GroupNorms) -> Tensor | None:
         """Return which norms need float64, None without any, with one wait for the device for all answers."""
-        doubt = self._state.take_doubt()
-        imprecise_B = total.imprecise_B(None if doubt is None else doubt.differs_K.any())
-        if doubt is not None and not total.finite:
-            doubt.require()
+        verdict = self._state.pop_verdict()
+        imprecise_B = total.imprecise_B(None if verdict is None else verdict.differs_K.any())
+        if verdict is not None and not total.finite:
+            verdict.require()
         return imprecise_B
 
 
@@ -406,7 +406,7 @@ class PartialBookKeeping(BookKeeping):
         self.repeats: RepeatCheck | None = None
         self.measured_again: Callable[[Tensor], GroupNorms] | None = None
 
-    def go_behind(self, repeats: RepeatCheck, measured_again: Callable[[Tensor], GroupNorms]) -> None:
+    def begin_behind_cut(self, repeats: RepeatCheck, measured_again: Callable[[Tensor], GroupNorms]) -> None:
         """Begin the backward of the part behind the cut, which gets another one later."""
         # `measured_again` runs it once more for the norms of a few samples, in float64.
         self.final = False
@@ -418,7 +418,7 @@ class PartialBookKeeping(BookKeeping):
             super().consume(use, name, factor)
             return
         assert self.repeats is not None, "what is dropped is used behind the interruption alone"
-        self.repeats.note(name, factor)
+        self.repeats.compare_factor(name, factor)
         self.seen.add(id(use))
         self.total.add_norm_of(name, factor)
 
@@ -443,7 +443,7 @@ class Parts:
         """Add the clipped sums of the batch."""
         # ``scale`` turns arriving gradients into those of each sample's own loss.
         state = self._state
-        state.settle_doubt()
+        state.require_verdict()
         listener = PartialBookKeeping(state.groups(), dropped=self._cut.names)
         total = self._measure(listener)
         weights = state.decisions.weights(total, state.forward_of(listener), scale, listener.ill_conditioned_B)
@@ -460,7 +460,7 @@ class Parts:
         self._state.listen(listener, self._before)
         assert self._grad is not None
         self.repeats = RepeatCheck(self._grad, self._loss.grad_fn, count=len(self._cut.names))
-        listener.go_behind(self.repeats, lambda index_D: self._again(listener, index_D))
+        listener.begin_behind_cut(self.repeats, lambda index_D: self._again(listener, index_D))
         self._state.listen(listener, self._behind)
         listener.streams.join()
         with torch.no_grad(), full_precision():

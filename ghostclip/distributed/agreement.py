@@ -290,11 +290,11 @@ def announcing_error(what: str, group: Group = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        tell_refusal(what, error, group)
+        announce_refusal(what, error, group)
         raise
 
 
-def tell_refusal(what: str, error: Exception, group: Group = None) -> None:
+def announce_refusal(what: str, error: Exception, group: Group = None) -> None:
     """Send an error of this rank to the others' next exchange, unless they know of it."""
     if world_size(group) > 1 and not is_known_to_all(error):
         # Where the others are gone already, the error that counts is this rank's own.

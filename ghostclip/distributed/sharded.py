@@ -30,12 +30,12 @@ from ghostclip.capture.ranks import leaves_empty
 from ghostclip.checks.unchecked import CheckSchedule
 from ghostclip.distributed.agreement import (
     Leaving,
+    announce_refusal,
     announcing_error,
     common_numbers,
     gathered,
     refusals_shared,
     require_company,
-    tell_refusal,
     world_size,
 )
 from ghostclip.distributed.sample_ranks import SampleRanks, Shares, require_same_samples, shares_of
@@ -115,7 +115,7 @@ class ShardDelivery:
         self._arrived: list[tuple[nn.Parameter, Tensor]] = []  # parts of the sums over all ranks
         self._at_once = True  # whether buckets may be sent before all sums are formed
 
-    def takes(self, parameter: nn.Parameter) -> bool:
+    def delivers(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is divided among ranks, so that its sum is delivered."""
         return id(parameter) in self._held
 
@@ -298,7 +298,7 @@ class ShardedModel:
         axes: Sequence[str] = parameter.device_mesh.mesh_dim_names or tuple(map(str, range(parameter.device_mesh.ndim)))
         named = self._named if self._named is not None else _others(axes, self._data)
         placement = self.placements[name] = placement_of(name, parameter, sample_mesh_axes=named)
-        self._note_shared(name, placement)
+        self._record_shared_mesh(name, placement)
         shape = list(placement.shape)
         for axis in placement.axes:
             # Along an axis of one rank nothing is divided, whatever a mesh says.
@@ -320,7 +320,7 @@ class ShardedModel:
             data = [MeshAxis(key, self._data.size(number), None, False) for number, key in enumerate(names)]
         return Placement(self._data, tuple(data), _part_of(placement))
 
-    def _note_shared(self, name: str, placement: Placement) -> None:
+    def _record_shared_mesh(self, name: str, placement: Placement) -> None:
         """Record the mesh of ranks that share samples, one for all parameters."""
         numbers = [number for number, axis in enumerate(placement.axes) if axis.same_samples]
         if not numbers:
@@ -413,7 +413,7 @@ class ShardedModel:
         """Return whether something holds on a rank that shares samples with this one; called on all of these."""
         return holds if self.shared_samples is None else self.shared_samples.any(holds)
 
-    def look_at(self, sums: Callable[[], Mapping[str, Tensor | None]]) -> None:
+    def compare_sums(self, sums: Callable[[], Mapping[str, Tensor | None]]) -> None:
         """Compare between ranks, after a proved forward, clipped sums of parameters that should be equal."""
         proves, self._proves = self._proves, False
         if proves and self.shared_samples is not None:
@@ -435,7 +435,7 @@ class ShardedModel:
             error = sys.exc_info()[1]
             if not isinstance(error, Exception):
                 error = GhostClipError("its forward has raised an error of its own.")
-            tell_refusal("proofs of the forward", error)
+            announce_refusal("proofs of the forward", error)
 
     def free_gathered(self) -> None:
         """Free the gathered parameters of a finished forward."""

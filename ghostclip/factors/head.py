@@ -189,7 +189,7 @@ class Head(Factor):
                 collectors.append(chunk_norms[-1][1])
             for tile, g_CTK in self.tiles(chunk):
                 for collector in collectors:
-                    collector.take(tile, g_CTK)
+                    collector.add_tile(tile, g_CTK)
         shared.input_BTI = shared.input_BTI if input_BTI is None else input_BTI
         shared.bias_BV = shared.bias_BV if bias_BV is None else bias_BV
         shared.rows, shared.met = shared.rows + rows, [] if rows else shared.met
@@ -266,7 +266,7 @@ class Head(Factor):
             rows, masses = row_BUI[index], mass_BU[index]
             picked = RowsAt(self.inputs(chunk), ids_BU[index], rows, masses)
             for tile, g_CTK in self.tiles(chunk):
-                picked.take(tile, g_CTK)
+                picked.add_tile(tile, g_CTK)
             row_BUI[index], mass_BU[index] = rows, masses
         return row_BUI, mass_BU
 

@@ -55,11 +55,11 @@ class Watched:
             attributes = vars(module)
             self._keys.append((attributes, frozenset(attributes)))
             seen.update(map(id, _torch.tables(module)))
-            self._note(attributes, seen, _DEPTH)
+            self._record(attributes, seen, _DEPTH)
         for each in _behind(loss):
-            self._note(getattr(each, "__dict__", {}), seen, _DEPTH)
+            self._record(getattr(each, "__dict__", {}), seen, _DEPTH)
 
-    def _note(self, container: Any, seen: set[int], depth: int) -> None:
+    def _record(self, container: Any, seen: set[int], depth: int) -> None:
         """Record the values of a list or a dict, nested ones included."""
         if id(container) in seen:
             return
@@ -73,9 +73,9 @@ class Watched:
                 if depth and isinstance(value, (list, tuple, dict)):
                     if not isinstance(value, tuple):
                         self._sizes.append((value, len(value)))
-                    self._note(value, seen, depth - 1)
+                    self._record(value, seen, depth - 1)
                 elif depth and hasattr(value, "__dict__") and not isinstance(value, (*_OTHERS, *_FUNCTIONS)):
-                    self._note(vars(value), seen, depth - 1)
+                    self._record(vars(value), seen, depth - 1)
 
     def _is_left_by_forwards(self, value: Any) -> bool:
         """Return whether a value is a tensor that the graph does not read, such as the latest activations."""

@@ -160,7 +160,7 @@ class GraphStep:
         results = [self._part(batch, part) for batch, part in cut]
         if len(parts) > 1:
             self.clipper.merge_passes(since=before)
-        self.takeover.note(self)
+        self.takeover.record_graphs(self)
         return results[0] if len(results) == 1 else _concatenated(results, [part.samples for part in parts], axis)
 
     def _cut(self, tree: Any, samples: int, parts: Sequence[Part]) -> list[tuple[Any, Part]]:
@@ -427,7 +427,7 @@ class GraphStep:
         self._verified -= {step.key}
         for key in [key for key, other in self._steps.items() if other is step]:
             self._steps[key] = reason
-        self._say(reason)
+        self._log_once(reason)
 
     def _step_for(self, padded: Any, size: int) -> CompiledStep | str:
         """Return the graph for a batch of this form, or why there is none."""
@@ -443,10 +443,10 @@ class GraphStep:
             step.verified = step.key in self._verified
         except NoGraphError as refusal:
             self._steps[key] = first_line(refusal)
-            self._say(first_line(refusal))
+            self._log_once(first_line(refusal))
         except Exception as problem:  # noqa: BLE001 - whatever it was, the eager engine computes the batch
             self._steps[key] = reason = f"no graph can be made ({type(problem).__name__}: {first_line(problem)})"
-            self._say(reason)
+            self._log_once(reason)
         return self._steps[key]
 
     def _made(self, padded: Any, size: int, refuses: Callable[[fx.GraphModule], str | None]) -> CompiledStep:
@@ -464,7 +464,7 @@ class GraphStep:
 
     def _eagerly(self, tree: Any, reason: str) -> Any:
         """Compute a batch by the eager engine, and count the reason."""
-        self._say(reason)
+        self._log_once(reason)
         self.reasons[reason] += 1
         return self.eager(tree)
 
@@ -496,7 +496,7 @@ class GraphStep:
             losses_B: Tensor = _losses_in(self._loss(self.clipper.model, *args, **kwargs))
             return losses_B
 
-    def _say(self, reason: str) -> None:
+    def _log_once(self, reason: str) -> None:
         """Log a reason for eager batches once."""
         if reason not in self.reasons:
             self.reasons[reason] += 0

@@ -73,7 +73,7 @@ class CompiledRecord:
         self.written: Callable[[], Mapping[str, Any] | None] = lambda: None  # what a ledger has of this training
         self.repeats: Callable[[], bool] = lambda: False  # whether a ledger has the next release already
 
-    def note(self, compiled: Compiled) -> None:
+    def record(self, compiled: Compiled) -> None:
         """Record what graphs compute from now on."""
         if self.write is not None:
             self.write(asdict(compiled))
@@ -133,7 +133,7 @@ class Takeover:
             self.why = f"graphs compute all releases from number {known.since + 1} on"
         return True
 
-    def note(self, step: Any) -> None:
+    def record_graphs(self, step: Any) -> None:
         """Record graphs that were asked for, or that those to resume with are missing."""
         owner = step.clipper.owner
         if not self.asked and not step.graphs:
@@ -145,7 +145,7 @@ class Takeover:
         if self._taken is None or (step.sizes, step.keys) != (self._taken.sizes, self._taken.keys):
             since = owner.releases if self._taken is None else self._taken.since
             self._taken = Compiled(since, step.sizes, step.keys, step.branches)
-            owner.compiled.note(self._taken)
+            owner.compiled.record(self._taken)
 
     def refuses(self, graph: fx.GraphModule) -> str | None:
         """Return why a graph that is not on disk is not compiled."""
@@ -171,7 +171,7 @@ class Takeover:
         elif step.clipper.owner is not None:
             self._begun = step.clipper.owner.releases
         if self._beside is not None:
-            self._look(step)
+            self._read_report(step)
         elif (self._seen - _FIRST) % _RECENT == 0:
             self._consider(step, tree, samples)
         return result
@@ -210,7 +210,7 @@ class Takeover:
         form, number = Counter(form for form, _ in self._recent).most_common(1)[0]
         return form is not None and number >= _OF_ONE_FORM * len(self._recent)
 
-    def _look(self, step: Any) -> None:
+    def _read_report(self, step: Any) -> None:
         """Take the report of the process that compiles beside the training, if it has ended."""
         assert self._beside is not None, "it was begun"
         report = self._beside.result()
@@ -265,7 +265,7 @@ class Takeover:
             self._stay(f"graphs take {graph / eager:.2f} times the eager engine's time")
             return
         owner, self._compiles = step.clipper.owner, None
-        owner.compiled.note(Compiled(owner.releases + 1, step.sizes, step.keys, step.branches))
+        owner.compiled.record(Compiled(owner.releases + 1, step.sizes, step.keys, step.branches))
         _log.info(
             "strategy 'auto': graphs compute all releases from number %d on, in %.2f times the eager engine's time "
             "(%.4g ms a batch for %.4g); compiling took %.1f s beside the training, which waited for %.1f s.",

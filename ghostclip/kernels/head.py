@@ -211,7 +211,7 @@ class Collector(ABC):
     """Accumulates one result over the tiles of logit gradients of a chunk."""
 
     @abstractmethod
-    def take(self, tile: slice, g_CTK: Tensor) -> None:
+    def add_tile(self, tile: slice, g_CTK: Tensor) -> None:
         """Add one tile's contribution; the tile must not be changed."""
 
 
@@ -225,7 +225,7 @@ class InputGradient(Collector):
         # Added up in its place where its type is one that sums are kept in.
         self._sum_RI = rows_RI.zero_() if out_CTI.dtype == kind else torch.zeros_like(rows_RI, dtype=kind)
 
-    def take(self, tile: slice, g_CTK: Tensor) -> None:
+    def add_tile(self, tile: slice, g_CTK: Tensor) -> None:
         """Add a tile's share."""
         weight_KI = self._table.weight_VI[tile]
         if weight_KI.is_cuda and weight_KI.dtype.itemsize < 4:
@@ -242,7 +242,7 @@ class BiasGradients(Collector):
     def __init__(self, out_CV: Tensor) -> None:
         self._out_CV = out_CV
 
-    def take(self, tile: slice, g_CTK: Tensor) -> None:
+    def add_tile(self, tile: slice, g_CTK: Tensor) -> None:
         """Set a tile's entries."""
         torch.sum(g_CTK, 1, out=self._out_CV[:, tile])
 
@@ -253,7 +253,7 @@ class WeightSum(Collector):
     def __init__(self, a_CTI: Tensor, coef_C: Tensor, out_VI: Tensor) -> None:
         self._a_CTI, self._coef_C, self._out_VI = a_CTI, coef_C, out_VI
 
-    def take(self, tile: slice, g_CTK: Tensor) -> None:
+    def add_tile(self, tile: slice, g_CTK: Tensor) -> None:
         """Add a tile's share."""
         weighted_sum(self._a_CTI, g_CTK, self._coef_C, self._out_VI[tile])
 
@@ -267,7 +267,7 @@ class RowsAt(Collector):
         self._ids_CU, self._order_CU = ids_CU.sort(dim=1)
         self._row_CUI, self._mass_CU = row_CUI, mass_CU
 
-    def take(self, tile: slice, g_CTK: Tensor) -> None:
+    def add_tile(self, tile: slice, g_CTK: Tensor) -> None:
         """Form the rows that lie in a tile."""
         if g_CTK.is_meta:
             # Which rows lie where is not known: all are counted with the first tile.
@@ -382,7 +382,7 @@ def _gradients(
             collectors.append(WeightSum(chunk.x_BTI, out_VI.new_ones(len(chunk.x_BTI)), out_VI))
         for tile, g_CTK in gradient_tiles(chunk, table, plan.columns):
             for collector in collectors:
-                collector.take(tile, g_CTK)
+                collector.add_tile(tile, g_CTK)
             if sum_V is not None:
                 sum_V[tile] += g_CTK.sum((0, 1))
     return [
@@ -447,7 +447,7 @@ class Norms(Collector):
         self._a_CT = position_norms(a_CTI)
         self._tiles: list[Tensor] = []
 
-    def take(self, tile: slice, g_CTK: Tensor) -> None:
+    def add_tile(self, tile: slice, g_CTK: Tensor) -> None:
         """Store the norms of a tile's positions."""
         self._tiles.append(position_norms(g_CTK).flatten().unsqueeze(1))
 
@@ -481,9 +481,9 @@ class _Gram(Norms):
         samples, self._bands = a_CTI.shape[0], bands(a_CTI.shape[1])
         self._sums = [a_CTI.new_zeros(samples, band.stop - band.start, band.stop) for band in self._bands]
 
-    def take(self, tile: slice, g_CTK: Tensor) -> None:
+    def add_tile(self, tile: slice, g_CTK: Tensor) -> None:
         """Add a tile's dot products."""
-        super().take(tile, g_CTK)
+        super().add_tile(tile, g_CTK)
         for band, sum_CRU in zip(self._bands, self._sums, strict=True):
             if self._seen:
                 sum_CRU.baddbmm_(g_CTK[:, band], g_CTK[:, : band.stop].mT)
@@ -517,9 +517,9 @@ class _OfGradients(Norms):
         self._norms: list[Tensor] = []
         self._width = max(16, SUBTILE // max(1, a_CTI.shape[0] * a_CTI.shape[2]))
 
-    def take(self, tile: slice, g_CTK: Tensor) -> None:
+    def add_tile(self, tile: slice, g_CTK: Tensor) -> None:
         """Form a tile's gradients."""
-        super().take(tile, g_CTK)
+        super().add_tile(tile, g_CTK)
         for part_CTK in g_CTK.split(self._width, 2):
             grad_CKI = torch.bmm(part_CTK.mT, self._a_CTI)
             self._norms += [root_of_squares(block_norms(grad_CKI.flatten(1))).unsqueeze(1)]

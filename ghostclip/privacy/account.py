@@ -34,12 +34,12 @@ from ghostclip.privacy.budget import (
     accountant_of,
     charges_of,
     lacking,
+    record_charges,
     refuse_unfit,
     refuse_untold,
     released_bounds,
     replace_charges,
     replace_history,
-    tell,
 )
 from ghostclip.privacy.ledger_file import Entry, LedgerFile, total
 from ghostclip.privacy.sampling import Sampling
@@ -99,9 +99,9 @@ class Account:
         self._set_charges(total(ledger.entries))
         self.discrete(max((int(m.get("coordinates", 0)) for m in ledger.mechanisms), default=0))
         for entry in ledger.entries:
-            self._note(entry.run, entry.number + 1)
+            self._record_run(entry.run, entry.number + 1)
 
-    def settle_ledger(self, *, shared: bool) -> None:
+    def share_ledger(self, *, shared: bool) -> None:
         """Take the ledger for this process alone or for all ranks, which then adopt what rank 0 has read."""
         # `shared`: ranks share batches; then this is called on all of them.
         if not shared:
@@ -137,7 +137,7 @@ class Account:
         refuse_unfit(accountant)
         charges = charges_of(self.accountant)
         refuse_untold(accountant, charges)
-        tell(accountant, charges)
+        record_charges(accountant, charges)
         self.own = accountant
 
     def _account_with(self, accountant: Accountant) -> None:
@@ -326,7 +326,7 @@ class Account:
             budget.forget()
         self._set_charges(joined(charges))
         for run, number in runs.items():
-            self._note(run, number)
+            self._record_run(run, number)
         replace_history(self.own, self.accountant)
         if self.ledger is not None and before is not None:
             if self.coordinates:
@@ -361,7 +361,7 @@ class Account:
             return [*written, *beside], None
         return [*written, *saved, *beside], Entry(_BEFORE, len(ledger.entries), tuple(saved), digest)
 
-    def _note(self, run: str, number: int) -> None:
+    def _record_run(self, run: str, number: int) -> None:
         """Record that the account has the releases of a run up to a number."""
         self.runs[run] = max(number, self.runs.get(run, 0))
 
@@ -409,12 +409,12 @@ class Account:
             if made is not None:
                 with refusals_shared("step made before") if self.ledger.shared else nullcontext():
                     self._refuse_other_values(optimizer, made, digest)
-                sampling.settle(events)
+                sampling.record_step(events)
                 return
             self.ledger.append(Entry(run, optimizer.releases, tuple(events), digest))
-        self._note(run, optimizer.releases + 1)
+        self._record_run(run, optimizer.releases + 1)
         self._add(events)
-        sampling.settle(events)
+        sampling.record_step(events)
 
     def _add(self, events: Sequence[Charge]) -> None:
         """Charge costs to the accountants and budgets."""
@@ -422,9 +422,9 @@ class Account:
             if isinstance(event[0], str):
                 self.accountant.add(event)
             else:
-                tell(self.accountant, [event])
+                record_charges(self.accountant, [event])
         self._released.update(counted(events))
-        tell(self.own, events)
+        record_charges(self.own, events)
         for budget in self.budgets:
             budget.charge(self.accountant, events)
 

@@ -180,7 +180,7 @@ def refuse_untold(custom: IAccountant | None, charges: Sequence[Charge]) -> None
         )
 
 
-def tell(custom: IAccountant | None, charges: Sequence[Charge]) -> None:
+def record_charges(custom: IAccountant | None, charges: Sequence[Charge]) -> None:
     """Record releases in an accountant of Opacus's four methods, if there is one."""
     if custom is None:
         return
@@ -196,7 +196,7 @@ def replace_history(custom: IAccountant | None, accountant: Accountant) -> None:
     charges = charges_of(accountant)
     refuse_untold(custom, charges)
     if len(custom) == 0:
-        tell(custom, charges)
+        record_charges(custom, charges)
     else:
         custom.load_state_dict({"history": accountant.history, "mechanism": custom.mechanism()})
 

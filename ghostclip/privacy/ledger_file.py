@@ -229,7 +229,7 @@ class LedgerFile:
         *lines, _ = from_first("line of the ledger", told).split(b"\n")
         if self._follows:
             for line in lines:
-                self._take(line)
+                self._parse_line(line)
         self._told = self._end
 
     def _forget(self) -> None:
@@ -253,17 +253,17 @@ class LedgerFile:
             )
         *whole, torn = content.split(b"\n")
         for line in whole:
-            self._take(line)
+            self._parse_line(line)
         # Half a line is what a crash leaves. One that lacks nothing but its end may have been released: it counts.
         complete = next(
             (torn[:cut] for cut in (len(torn), -1) if torn and is_whole(torn[:cut], self._places[-1])), None
         )
         if complete is not None:
-            self._take(complete)
+            self._parse_line(complete)
         elif not whole:
             decoded(torn, self._places[-1], name=str(self.path))
 
-    def _take(self, line: bytes) -> None:
+    def _parse_line(self, line: bytes) -> None:
         """Parse a line of the file; refuse one that does not continue the ledger."""
         values, position = decoded(line, self._places[-1], name=str(self.path))
         if "mechanism" in values:
@@ -328,9 +328,9 @@ class LedgerFile:
 
     def lock(self) -> None:
         """Lock the file for this object, making it if there is none; no effect if it is locked already."""
-        self._on_first_rank(self._take_file)
+        self._on_first_rank(self._lock_file)
 
-    def _take_file(self) -> None:
+    def _lock_file(self) -> None:
         """Lock the file for this object; refuse one in use, or changed since it was read."""
         if self._file is not None:
             return
@@ -380,7 +380,7 @@ class LedgerFile:
             _lock(file)
             file.write(line)
             _to_disk(file.fileno())
-            _put(unfinished, self.path)
+            _publish(unfinished, self.path)
         except BaseException:
             file.close()
             raise
@@ -415,7 +415,7 @@ class LedgerFile:
 
     def _write_line(self, values: Mapping[str, Any]) -> None:
         """Write one line; nothing of it is read if this raises."""
-        self._take_file()
+        self._lock_file()
         file = self._file
         assert file is not None, "locked"
         self._require_same_file(file)
@@ -431,7 +431,7 @@ class LedgerFile:
                 os.ftruncate(file.fileno(), self._end)
             raise
         self._pending = b""
-        self._take(line[:-1])
+        self._parse_line(line[:-1])
 
     def _require_same_file(self, file: IO[bytes]) -> None:
         """Refuse to write if the file was deleted, moved, replaced, shortened, or written to by somebody else."""
@@ -470,7 +470,7 @@ class LedgerFile:
 _HELD: weakref.WeakSet[LedgerFile] = weakref.WeakSet()
 
 
-def _let_go_in_child() -> None:
+def _close_in_child() -> None:
     """Close the parent's ledgers in a forked process: a lock must end with the process that took it."""
     for ledger in list(_HELD):
         owner = ledger._owner
@@ -479,7 +479,7 @@ def _let_go_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_in_child)
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _refuse_irregular(path: Path, *, ledger: str | os.PathLike[str]) -> None:
@@ -520,7 +520,7 @@ def _lock_unless_forgotten(file: IO[bytes]) -> None:
         _lock(file)
 
 
-def _put(unfinished: Path, path: Path) -> None:
+def _publish(unfinished: Path, path: Path) -> None:
     """Rename a finished file to a path that must not exist yet."""
     try:
         path.hardlink_to(unfinished)

@@ -60,8 +60,8 @@ def all_or_nothing(
         undo += [_undo_of_attributes(one) for one in (optimizer, inner, *getattr(inner, "members", ()))]
     undo += [_undo_of_attributes(one) for one in _reached(holders)]
     with ExitStack() as stack:
-        for put_back in undo:
-            stack.callback(put_back)
+        for restore in undo:
+            stack.callback(restore)
         yield
         stack.pop_all()
 
@@ -74,14 +74,14 @@ def _undo_of_module(module: nn.Module) -> Undo:
     copies = [(tensor, _copy_of(tensor)) for tensor in tensors.values() if not tensor.is_meta]
 
     @torch.no_grad()
-    def put_back() -> None:
+    def restore() -> None:
         for table, entries in before:
             table.clear()
             table.update(entries)
         for tensor, copy in copies:
             tensor.copy_(copy)
 
-    return put_back
+    return restore
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _undo_of_attributes(holder: object) -> Undo:
     contents = [(value, value.copy()) for value in before.values() if type(value) in (list, dict, set, Counter)]
     generators = [(value, value.get_state()) for value in before.values() if isinstance(value, torch.Generator)]
 
-    def put_back() -> None:
+    def restore() -> None:
         vars(holder).clear()
         vars(holder).update(before)
         for container, content in contents:
@@ -105,7 +105,7 @@ def _undo_of_attributes(holder: object) -> Undo:
         for generator, state in generators:
             generator.set_state(state)
 
-    return put_back
+    return restore
 
 
 def _is_part(value: object) -> bool:

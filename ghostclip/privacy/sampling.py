@@ -100,7 +100,7 @@ class Sampling:
         """Return the charges of the step that is about to be released, none if it is paid for; changes nothing."""
         raise NotImplementedError
 
-    def settle(self, events: list[Charge]) -> None:
+    def record_step(self, events: list[Charge]) -> None:
         """Record that the charges of a step were written into the account."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class PeriodSampling(Sampling):
         self._sigma, self._trainable = optimizer.noise_multiplier, trainable
         return number
 
-    def settle(self, events: list[Charge]) -> None:
+    def record_step(self, events: list[Charge]) -> None:
         """Record a step and its charges: a period may have begun."""
         begun = self._source.periods_begun - self._passes_seen
         self._passes_seen += begun

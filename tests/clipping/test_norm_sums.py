@@ -52,7 +52,7 @@ def test_squares_without_an_error_are_never_in_doubt():
     total.add(SquaredNorm(torch.tensor([7.0, 0.0]), torch.tensor([9.0, 1e-30])))
     assert total.norm_B().tolist() == pytest.approx([5.0, 1e-15], rel=1e-5)
     assert total.imprecise_B().tolist() == [True, True]
-    total.settle(torch.tensor([1]), torch.tensor([7.0]))
+    total.override(torch.tensor([1]), torch.tensor([7.0]))
     assert total.norm_B().tolist() == pytest.approx([5.0, 7.0], rel=1e-5)
 
 

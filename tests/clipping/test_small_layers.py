@@ -71,7 +71,7 @@ def _check(model: nn.Module, clipper: GhostClipper, batch: dict[str, torch.Tenso
 def what(request, monkeypatch):
     """What is put together: whole layers, or, as of layers that are too large for it, gradients of one shape."""
     if request.param == "gradients":
-        monkeypatch.setattr(joint.SmallLayers, "takes", lambda self, use, grad, kept: False)
+        monkeypatch.setattr(joint.SmallLayers, "hold", lambda self, use, grad, kept: False)
     return request.param
 
 

@@ -36,15 +36,15 @@ def test_a_backward_on_another_stream_is_waited_for(world, monkeypatch, strategy
     log, go_to = world
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     clipper = GhostClipper(model, max_grad_norm=1.0, strategy=strategy, probe=False)
-    meet = passes.Pass._meet
+    meet = passes.Pass._record_arrival
 
     def on_the_side(self, use, grad):
         meet(self, use, grad)
         go_to("side")
-        self.streams.note(grad.device)
+        self.streams.add_current(grad.device)
         go_to("own")
 
-    monkeypatch.setattr(passes.Pass, "_meet", on_the_side)
+    monkeypatch.setattr(passes.Pass, "_record_arrival", on_the_side)
     norms = passes.NormPass.norms if strategy in ("ghost", "fast") else passes.BookKeeping.norms
 
     def noted(self):
