@@ -111,7 +111,7 @@ def unseen() -> Iterator[None]:
 
 
 def _with_examination(original: Callable[..., None]) -> Callable[..., None]:
-    """Return `torch.autograd.backward` so wrapped that the examiners of the forwards behind a loss examine it first."""
+    """Wrap `torch.autograd.backward`: examiners of the forwards behind a loss prove or refuse it before it runs."""
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:

@@ -48,7 +48,7 @@ class SavedByBlock:
     def __init__(self) -> None:
         # The graph owns them.
         self._saved: WeakSet[_SavedTensor] = WeakSet()
-        self._ran = False
+        self._ran = False  # whether the first run has begun
 
     def of(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a block's forward for a checkpoint, so that the tensors saved in its first run are stored here."""
@@ -127,7 +127,7 @@ class Blocks:
         # paths of blocks of which only inputs are stored, each with whether it is watched
         self.choose = choose
         self._model, self._anchor = model, anchor
-        self._replaced: ExitStack | None = None
+        self._replaced: ExitStack | None = None  # restores the blocks' forwards; None outside of one
 
     def begin(self, forward: ForwardContext, inputs: Any) -> None:
         """Watch the blocks in a forward that begins, and checkpoint those that are chosen."""

@@ -47,7 +47,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._around: Key = ()  # key of the call that runs; empty outside of calls
-        self._counts: defaultdict[Key, int] = defaultdict(int)
+        self._counts: defaultdict[Key, int] = defaultdict(int)  # calls by key of the call around and function
 
     def key(self, func: Callable[..., Any]) -> Key:
         """Count a call of a function, and return its key: the call around it, the function, and its number."""
@@ -214,7 +214,7 @@ class CallSites:
     """Memory of call sites from forward to forward."""
 
     def __init__(self) -> None:
-        self.table: dict[Any, CallSite] = {}
+        self.table: dict[Any, CallSite] = {}  # by `key_of` an operation and its number
         # where samples lie in the arguments of operations, as resized forwards have shown
         self.layouts: dict[Any, CallLayout] = {}
         self.outputs: tuple[int, ...] = ()  # the same for the model's outputs

@@ -227,7 +227,7 @@ def _sample_axis(data: Sequence[Tensor], dims: int, layout: ArgumentLayout) -> t
 class _DataForm(NamedTuple):
     """The form of an argument that is data."""
 
-    dims: int
+    dims: int  # number of its axes
     dtype: torch.dtype
     requires_grad: bool
     layout: torch.layout
@@ -291,10 +291,10 @@ class _CachedDecision:
     plain: bool  # whether no parameter is of a class that overrides torch's functions
     targets: dict[str, TrackedTensor]  # this and what follows down to `alike`: see `ParamUse`
     factors: FactorFunction
-    dims: int
+    dims: int  # number of batch axes of the data
     order: tuple[int, ...]  # axes of the output, those of its rows first, see `Captured`
     alike: OperationForm | None
-    first: _KnownCall | None = None
+    first: _KnownCall | None = None  # the call with the first number
     # by the number of the call and of the site, without the first
     calls: dict[Visits, _KnownCall] = field(default_factory=dict)
 
@@ -381,7 +381,7 @@ class DecisionCache:
     # A rule's decision holds for every number of samples. Checked again is what may change from forward to forward: the
     # axis of the samples, whether rows were put into another order, whether data outside the graph is data at all.
     def __init__(self) -> None:
-        self._cached: defaultdict[Any, list[_CachedDecision]] = defaultdict(list)
+        self._cached: defaultdict[Any, list[_CachedDecision]] = defaultdict(list)  # by key, see `run`
         self._size = 0
 
     def forget(self) -> None:

@@ -25,10 +25,10 @@ Counted: TypeAlias = tuple[CallSite, tuple[int, ...]]
 class _Counts(NamedTuple):
     """Counts of uses by parameter and by stored address, and parameters of more than one use."""
 
-    uses: int
-    names: Counter[str]
-    again: frozenset[str]
-    addresses: Counter[int]
+    uses: int  # how many were counted
+    names: Counter[str]  # uses of each parameter
+    again: frozenset[str]  # parameters of several uses
+    addresses: Counter[int]  # uses that store the input at an address
 
 
 _NO_COUNTS: Final = _Counts(0, Counter(), frozenset(), Counter())
@@ -52,7 +52,7 @@ class Surroundings:
 class ForwardContext:
     """One forward of a model: what all its operations share."""
 
-    around: Surroundings
+    around: Surroundings  # what it shares with other forwards of the model
     batch_size: int  # B
     batch_axis: int  # the axis of samples where the running operation's arguments are, as far as it is declared
     is_dummy: bool = False  # the batch was empty and one dummy sample stands in for it
@@ -108,8 +108,8 @@ class ForwardContext:
     # what autocast computes with where it was on at a use, be it within the model alone
     autocast: torch.dtype | None = None
     ends_on_mesh: bool = False  # the model returned tensors of a mesh, of which each rank has some classes
-    _recomputing: bool = False
-    _counts: _Counts = _NO_COUNTS
+    _recomputing: bool = False  # whether a block runs under a checkpoint of the memory plan
+    _counts: _Counts = _NO_COUNTS  # of `uses`, when they were last counted
 
     @property
     def use_counts(self) -> Counter[str]:

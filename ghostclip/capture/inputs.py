@@ -96,7 +96,7 @@ class Bags:
         """Look for embedding bags in a model."""
         bags = [module for module in model.modules() if isinstance(module, nn.EmbeddingBag)]
         self._any = bool(bags)  # whether there is an embedding bag
-        self._closed = any(bag.include_last_offset for bag in bags)
+        self._closed = any(bag.include_last_offset for bag in bags)  # offsets end with the number of ids
 
     def batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int) -> int:
         """Return the number of samples in a model's inputs: of bags, where ids are flat, else as `batch_size_of`."""

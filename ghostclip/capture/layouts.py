@@ -64,7 +64,7 @@ class Expanded:
         # `dims`: number of axes of the operation's result.
         self.shape, self.rows, self.row_axis = value.shape, rows, rows.axis
         aligned = value.reshape([1] * (dims - value.dim()) + list(value.shape))
-        self.per_sample_rows = not rows.whole and aligned.shape[rows.axis] != 1
+        self.per_sample_rows = not rows.whole and aligned.shape[rows.axis] != 1  # not one row for all
         if self.per_sample_rows or rows.whole:
             self.row_axis -= dims - value.dim()
             self.tensor = value  # replaces it in the operation, before it enters the graph

@@ -31,9 +31,9 @@ class Casts:
     # The weight gradient of y = x Wᵀ, run by autocast in 16 bits, is that through the cast input: the float32 input of
     # twice the size took no part, and an ordinary backward does not store it.
     def __init__(self) -> None:
-        self._source: Any = None
-        self._changes = -1
-        self._cast: Tensor | None = None
+        self._source: Any = None  # weak reference to the tensor that was cast
+        self._changes = -1  # its version then
+        self._cast: Tensor | None = None  # the result
 
     def of(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return an input as the operation used it."""
@@ -165,7 +165,7 @@ class SavedForm(NamedTuple):
 
     shape: torch.Size
     elements: int
-    many: bool
+    many: bool  # whether it may have many positions of each sample
 
     @classmethod
     def of(cls, tensor: Tensor) -> "SavedForm":

@@ -129,7 +129,7 @@ class OpaqueModules:
         # `unwatched` yields while the hooks on a module's children substitute nothing.
         self._unwatched = unwatched
         self._running: list[_ModuleForward] = []  # innermost last
-        self._compared: WeakKeyDictionary[nn.Module, Samplers] = WeakKeyDictionary()
+        self._compared: WeakKeyDictionary[nn.Module, Samplers] = WeakKeyDictionary()  # whose samplers agreed
 
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], describe: Callable[[str], str]
@@ -209,9 +209,9 @@ class _CallRows:
     call: _ModuleForward
     axis: int  # axis of its output along which rows lie
     inputs: list[Tensor]
-    grad_n: Tensor
+    grad_n: Tensor  # gradient of the output, rows first
     split: Callable[[Tensor], Tensor]  # reshapes (n, *F) to (B, T, *F), padded with 0
-    unwatched: Unwatched
+    unwatched: Unwatched  # see `OpaqueModules`
 
     def sampled(self, sampler: Sampler, *, norms: bool) -> dict[str, Tensor]:
         """Run a sampler on the call's rows, and return its result by parameter name, shapes checked."""

@@ -72,7 +72,7 @@ class Arrived:
 
     place: int  # index among the outputs
     output: Tensor  # with the operation's own graph
-    grad: Tensor
+    grad: Tensor  # gradient of `output`
     row_map: RowMap  # where its samples are
 
 

@@ -216,7 +216,7 @@ class OnParts:
         """Collect the tracked tensors, DTensors and the mesh of an operation."""
         self._func, self._name, self._args, self._kwargs = func, name, args, kwargs
         self._forward, self._run = forward, run
-        self._tracked = tracked_leaves((args, kwargs))
+        self._tracked = tracked_leaves((args, kwargs))  # tracked tensors among the arguments
         self._data = [leaf for leaf in plain_leaves((args, kwargs)) if _torch.is_sharded_tensor(leaf)]
         self._mesh: Any = self._data[0].device_mesh  # type: ignore[attr-defined]
         parameters = [leaf.parameter for one in self._tracked for leaf in one.origin.leaves.values()]

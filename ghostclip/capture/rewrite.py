@@ -21,6 +21,7 @@ from ghostclip.rules import rule_for
 from ghostclip.rules.head import linear_cross_entropy
 from ghostclip.rules.recurrent import CELLS, LAYERS, WRITTEN_OUT, is_packed
 
+# In the code of torch functions that dispatch on their arguments' classes: their body does not run on tracked ones.
 _CHECKS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _COPIES: dict[Callable[..., Any], Callable[..., Any]] = {}
 
@@ -43,7 +44,7 @@ def decompose(func: Callable[..., Any], name: str, forward: ForwardContext) -> C
 
 
 def inside_of(func: Callable[..., Any], name: str) -> Callable[..., Any] | None:
-    """Return what runs a torch function's Python body with its operations intercepted; None where it has none."""
+    """Return a torch function such that operations in its Python body are intercepted; None if it has no such body."""
     if name in WRITTEN_OUT:
         return _reentered(WRITTEN_OUT[name])
     if not isinstance(func, FunctionType) or rule_for(name) is not None:

@@ -180,7 +180,7 @@ class RowOrder(NamedTuple):
     # does, or where only the evidence can tell
     samples: Tensor | None
     unknown: bool  # only the evidence can tell
-    in_graph: bool
+    in_graph: bool  # whether the tensor is in the graph
     row_map: RowMap | None = None  # of rows that were followed through the graph
 
     def record_in(self, forward: ForwardContext) -> None:

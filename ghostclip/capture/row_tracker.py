@@ -103,7 +103,7 @@ class _RowsOf:
 
     def __init__(self) -> None:
         self.told = False  # whether anything was ever stored; most models leave the order of their rows alone
-        self._known: Any = None
+        self._known: Any = None  # the table, once anything is stored
 
     def __setitem__(self, tensor: Tensor, rows: Tensor) -> None:
         if not self.told:
@@ -132,7 +132,7 @@ class RowTracker(TorchFunctionMode):
         self._noted = self._over = False  # whether something was stored on nodes; whether watching ended early
         self._may_end = True  # not where some forward has asked more often than the one before
         self._came_in: dict[int, int] = {}  # versions of the model's inputs, by `id`
-        self._rows = _RowsOf()
+        self._rows = _RowsOf()  # the sample of each row, of tensors whose rows lie in another order
         # Of padded batches with their sequences on axis 1, about to be packed: the sample of each.
         self._columns: Any = _torch.weak_table()
         # Those whose rows were taken for the samples' because there are as many; positions may be, or a constant table.
@@ -140,7 +140,7 @@ class RowTracker(TorchFunctionMode):
         # Inputs whose samples were put behind their positions, and then folded with these.
         self._alternating: Any = _torch.weak_table()
         self._dummy = False  # whether a dummy sample stands in for an empty batch
-        self._inputs: Sequence[Tensor] = ()
+        self._inputs: Sequence[Tensor] = ()  # of the running forward, as the next two
         self._batch_size = 0
         self._axis = 0
         self.resized: Resized | None = None  # the forward that runs, with another number of samples
@@ -527,7 +527,7 @@ class RowTracker(TorchFunctionMode):
     def _store_order(
         self, outputs: list[Tensor], rows: Tensor | None, arranged: Tensor | None, *, guessed: bool = False
     ) -> None:
-        """Store the samples of outputs' rows where these differ from the batch's own order."""
+        """Store the samples of outputs' rows where these differ from ``arranged``, the batch's own order."""
         if rows is None:
             return
         for output in outputs:

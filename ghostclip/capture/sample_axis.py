@@ -42,9 +42,9 @@ class SampleAxis(NamedTuple):
     """Where samples lie in a value: along one axis of ``outer * entries * inner`` rows, in this order."""
 
     axis: int  # -1: the whole value belongs to one sample
-    outer: int
-    entries: int
-    inner: int
+    outer: int  # how often the entries recur along the axis
+    entries: int  # each of one sample: all in order, or as `order` says
+    inner: int  # neighbouring rows of one entry
     order: Tensor | None = None  # sample of each of the entries, int64; None: the samples in the batch's order
     of: int = 0  # how many samples the batch has, where it is known of rows in some order
 
@@ -99,7 +99,7 @@ class Walk:
         """Begin a far search, or with `visited` of another one a short search nearby."""
         # A walk to what is nearby belongs to a far one. Of each value: what was noted on its node by then.
         self.is_far = visited is None
-        self.left = _MAX_STEPS if visited is None else _NEARBY
+        self.left = _MAX_STEPS if visited is None else _NEARBY  # nodes that may still be visited
         self.visited: dict[_Edge, Any] = {} if visited is None else visited
 
 
@@ -660,41 +660,41 @@ _BY_DATA: Final = frozenset({_indexed, _chosen, _rows_of_written})
 _readers: dict[type, Callable[[Any], Any] | None] = {}
 
 
-class _Sight(NamedTuple):
+class _Visit(NamedTuple):
     """One value that a search visited, as it must be found again for the same result."""
 
-    child: int  # number of the sight from which it was reached, -1 of the first, and the place of the edge there
+    child: int  # number of the visit from which it was reached, -1 of the first, and the place of the edge there
     place: int
     number: int  # of the output
     kind: type
     shape: Sequence[int] | None  # None where what its child saved tells it
     rows: Any  # as noted on the node, or `_NOTHING`; where they are noted, no more is looked at
-    parents: int = 0
+    parents: int = 0  # how many
     passed_by: tuple[tuple[int, type], ...] = ()  # places and classes of parents where the walk did not go
-    again: tuple[tuple[int, int, int], ...] = ()  # (place, child, place) of parents that other sights lead to as well
-    read: Callable[[Any], Any] | None = None
+    again: tuple[tuple[int, int, int], ...] = ()  # (place, child, place) of parents that other visits lead to as well
+    read: Callable[[Any], Any] | None = None  # reads the saved attributes that must be equal, and what it read
     saved: Any = None
 
 
-# Rows to note on a value, by the number of the sight from which it is reached and the place there.
+# Rows to note on a value, by the number of the visit from which it is reached and the place there.
 _Note: TypeAlias = tuple[int, int, SampleAxis]
 
 
 class Followed:
     """Result of a search for samples with all that it visited, so that an equal graph need not be searched again."""
 
-    __slots__ = ("_notes", "_sights", "rows")
+    __slots__ = ("_notes", "_visits", "rows")
 
     def __init__(self, edge: _Edge) -> None:
         """Search for samples from an edge, and record what was visited."""
         walk = Walk()
         self.rows = sample_axis_at(edge, walk)
-        self._sights, self._notes = _one_of_all(*_sights_of(edge, walk.visited))
+        self._visits, self._notes = _one_of_all(*_record_of(edge, walk.visited))
 
     def matches(self, edge: _Edge) -> bool:
         """Return whether the graph behind another edge equals the recorded one, so that the result holds for it."""
         seen = list[Any]()
-        for child, place, number, kind, shape, rows, parents, passed_by, again, read, saved in self._sights:
+        for child, place, number, kind, shape, rows, parents, passed_by, again, read, saved in self._visits:
             node, at = edge if child < 0 else seen[child][place]
             if type(node) is not kind or at != number:
                 return False
@@ -714,7 +714,7 @@ class Followed:
                 return False
         for child, place, rows in self._notes:
             set_metadata((edge if child < 0 else seen[child][place])[0], ROWS_KEY, rows)
-        return bool(self._sights)
+        return bool(self._visits)
 
 
 def _are_as_before(
@@ -736,27 +736,27 @@ def _one_of_all(*seen: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
     return seen
 
 
-def _sights_of(start: _Edge, visited: Mapping[_Edge, Any]) -> tuple[tuple[_Sight, ...], tuple[_Note, ...]]:
-    """Return the record of a search, (sights, rows it noted); empty where the result depends on values of tensors."""
-    sights, notes = list[_Sight](), list[_Note]()
-    # By edge: from which sight it was reached, the place there, and whether that sight tells its shape.
+def _record_of(start: _Edge, visited: Mapping[_Edge, Any]) -> tuple[tuple[_Visit, ...], tuple[_Note, ...]]:
+    """Return a search's record for `Followed`: (visits, rows it noted); empty where values of tensors decide it."""
+    visits, notes = list[_Visit](), list[_Note]()
+    # By edge: from which visit it was reached, the place there, and whether its shape follows from that one.
     reached = {start: (-1, 0, True)}
     for edge, rows in visited.items():
         node: Any = edge[0]
         if edge not in reached or (isinstance(rows, SampleAxis) and rows is not LOST and rows.order is not None):
             return (), ()
-        child, place, told = reached[edge]
+        child, place, known = reached[edge]
         if rows is _NOTHING and (noted := _noted(node)) is not _NOTHING:
             notes.append((child, place, noted))
-        sight = _Sight(child, place, edge[1], type(node), None if told else tuple(_torch.shape_of(*edge)), rows)
+        visit = _Visit(child, place, edge[1], type(node), None if known else tuple(_torch.shape_of(*edge)), rows)
         if rows is _NOTHING and node is not None:
             kind, edges, again = _kinds.get(type(node)) or _kind_of(node), node.next_functions, []
             if not _BY_DATA.isdisjoint(kind):
                 return (), ()
-            tells = len(edges) == 1 and (kind[0] in (_same, _turned) or _torch.has_saved(node, "self_sym_sizes"))
+            follows = len(edges) == 1 and (kind[0] in (_same, _turned) or _torch.has_saved(node, "self_sym_sizes"))
             for at, one in enumerate(edges):
-                first = reached.setdefault(one, (len(sights), at, tells))
-                if first[:2] != (len(sights), at):
+                first = reached.setdefault(one, (len(visits), at, follows))
+                if first[:2] != (len(visits), at):
                     again.append((at, *first[:2]))
             if type(node) not in _readers:
                 asked = _ASKED_FOR.get(kind[0], ("dim",))
@@ -764,9 +764,9 @@ def _sights_of(start: _Edge, visited: Mapping[_Edge, Any]) -> tuple[tuple[_Sight
             read = _readers[type(node)]
             passed_by = tuple((at, type(one[0])) for at, one in enumerate(edges) if one not in visited)
             saved = None if read is None else read(node)
-            sight = _Sight(*sight[:6], len(edges), passed_by, tuple(again), read, saved)
-        sights.append(sight)
-    return tuple(sights), tuple(notes)
+            visit = _Visit(*visit[:6], len(edges), passed_by, tuple(again), read, saved)
+        visits.append(visit)
+    return tuple(visits), tuple(notes)
 
 
 # -- other questions of the graph --------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def _trains(parameter: nn.Parameter | None) -> bool:
 
 
 class Snapshot:
-    """A model's modules and parameters at the beginning of a forward, before any substitution."""
+    """A model's modules and parameters before a forward; while they `match`, it need not be walked again."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         """Record modules, their tables and which parameters are frozen."""
@@ -134,7 +134,7 @@ class Snapshot:
         self._kinds = list(map(type, self.modules))
         self._attributes = list(map(vars, self.modules))
         self._tables = _torch.parameter_and_child_tables(self._attributes)
-        self._empty = [table for table in self._tables if not table]
+        self._empty = [table for table in self._tables if not table]  # these must stay empty
         self._full = list(filter(None, self._tables))
         self._sizes = list(map(len, self._full))
         self._names = list(chain.from_iterable(self._full))
@@ -235,7 +235,7 @@ class Substitution:
         self.generation = 0  # number of tracked tensors made so far; another number voids plans for older ones
         self._model, self._interceptor = model, interceptor
         self._depth = 0  # of nested module calls
-        self._substituted: dict[nn.Module, _Unit] = {}
+        self._substituted: dict[nn.Module, _Unit] = {}  # what to restore, by unit or model
         # By identity of the parameter: its tracked tensor, and the memory that this is on.
         self._tracked: dict[int, tuple[TrackedTensor, tuple[Any, ...]]] = {}
         self._guards: dict[int, RemovableHandle] = {}  # by identity of the parameter
@@ -246,7 +246,7 @@ class Substitution:
         self._snapshot: Snapshot | None = None
         self._last_substituted: list[_Place] = []
         self.record_held()
-        self.roster = Roster(model)
+        self.roster = Roster(model)  # compares the trainable parameters with those that were accepted
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self._guard(name, parameter)

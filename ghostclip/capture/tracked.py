@@ -38,7 +38,7 @@ class Interceptor(Protocol):
 class Origin:
     """Where a tracked tensor comes from."""
 
-    interceptor: Interceptor
+    interceptor: Interceptor  # runs the operations on it
     # the same value as a plain tensor that requires grad and is computed from the leaves' `graph` tensors
     graph: Tensor
     value: Tensor  # the same, detached

@@ -117,7 +117,7 @@ class Randomness:
         if not only_torch and "numpy" in sys.modules:
             legacy = sys.modules["numpy"].random
             self._generators.append((lambda: legacy.get_state(legacy=False), legacy.set_state))
-        self._states = [read() for read, _ in self._generators]
+        self._states = [read() for read, _ in self._generators]  # of the generators, to be restored
 
     def restore(self) -> None:
         """Put every generator back."""

@@ -78,7 +78,7 @@ class _Event:
 
     path: str
     module: nn.Module
-    is_output: bool
+    is_output: bool  # else its inputs
     tensors: list[Tensor]
 
 

@@ -250,7 +250,7 @@ def _weights_of(edge: Edge, name: str, path: Path) -> list[Factors]:
 
 
 def _with_operands(edge: Edge, name: str, path: Path) -> Path:
-    """Return a path with the constants that the product at its end was given."""
+    """Return the path extended by the constant operands of the product at its end."""
     is_matrix, depth = name in _MATRICES, len(path.reduced)
     constants = (_torch.saved_or(edge[0], attribute, None) for attribute in _OPERANDS[name])
     more = [

@@ -294,9 +294,10 @@ class LossRows:
 
     def of(self, ends: Sequence[Ends]) -> list[tuple[RowMap, int | None]]:
         """Prove that each of some values belongs to one sample; return (row map, index of an earlier value or None)."""
-        # Any assignment of the values to samples will do, if no sample's values touch another sample's rows; so will
-        # one of values nearer to the scalar. Returns how each value's rows map to samples, or those of which value
-        # before it (None for its own). A value without rows of samples is refused: the loss is no sum over them.
+        # Any assignment of the values, which the scalar is linear in, to samples will do, if no sample's values touch
+        # another sample's rows; so will one of values nearer to the scalar. Returns how each value's rows map to
+        # samples, or those of which value before it (None for its own). A value without rows of samples is refused: the
+        # loss is no sum over them.
         maps_of = [_maps_of(end, self._forward) for end in ends]
         first = [start for end, maps in zip(ends, maps_of, strict=True) for start in _starts(end, maps[:1])]
         if self._evidence.probes and self._forward.proves:

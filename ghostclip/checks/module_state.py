@@ -260,7 +260,7 @@ class ModuleState:
         # `outside`: what lies outside the modules counts.
         self._model, self._hooks = model, _hooks_of(model)
         modules = list(model.modules())
-        self._tables = [(table, dict(table)) for table in map(_torch.buffer_table, modules)]
+        self._tables = [(table, dict(table)) for table in map(_torch.buffer_table, modules)]  # of buffers
         self._attributes = [(namespace, _attributes_of(namespace)) for namespace in map(vars, modules)]
         values = [value for _, saved in self._attributes for value in saved.values()]
         data = (one for one in values if isinstance(one, Tensor) and not (one.requires_grad or one.is_inference()))

@@ -96,8 +96,8 @@ class _InputAxis(NamedTuple):
     """An axis of one of the inputs."""
 
     part: int  # of the model that was called, by its `id`: lengths of one say nothing of those of another
-    leaf: int
-    dims: int
+    leaf: int  # number of the input among the flattened ones
+    dims: int  # its number of axes
     axis: int
 
 
@@ -137,7 +137,7 @@ class Padding:
 
     def __init__(self) -> None:
         """Begin without any axis known to follow the batch."""
-        self.declared: Sequence[Padded] = ()
+        self.declared: Sequence[Padded] = ()  # padding that the loader has added
         # By model part, number of the input and of its axes: the first shape seen.
         self._shapes: dict[tuple[int, int, int], torch.Size] = {}
         self._following: set[_InputAxis] = set()  # axes whose length differs from batch to batch
@@ -482,9 +482,9 @@ def _compare_cut(
 class _Pair(NamedTuple):
     """A value of the records with padding and without, at the positions that both have."""
 
-    one: Tensor
-    two: Tensor
-    lost: tuple[int, int, int] | None
+    one: Tensor  # with padding
+    two: Tensor  # without
+    lost: tuple[int, int, int] | None  # as in `_CutResult`
 
 
 def _remaining(one: Tensor, two: Tensor, row_map: RowMap | None, batch_size: int, leading: bool) -> _Pair | None:  # noqa: FBT001 - which end
@@ -550,6 +550,7 @@ def _divisors(path: Path) -> Iterator[float]:
     for number in path.numbers:
         if not isfinite(number.factor):
             continue
+        # As it stands in the code, or one over the multiplier: only a whole number may be a count.
         whole = float(number.given) if number.divides else (1 / number.factor if 0 < number.factor < 1 else 0.0)
         if number.plain and (number.divides or not looks_plain(number.factor)) and abs(whole - round(whole)) < 1e-6:
             yield abs(whole)

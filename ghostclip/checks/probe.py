@@ -203,7 +203,7 @@ class Probe:
     unsteady: list[tuple[ParamUse, str]] = field(default_factory=list)
     # The last two by (forward, call site, key of the row map): the use, and shapes of its rows.
     _uses: dict[Any, tuple[ParamUse, str]] = field(default_factory=dict)
-    _company: Company = field(init=False)
+    _company: Company = field(init=False)  # compares gradients between backwards
     _rejected: set[tuple[CallSite, tuple[str, int]]] = field(default_factory=set)  # contradicted row maps
     _known: dict[CallSite, tuple[str, int] | None] = field(default_factory=dict)  # what earlier forwards chose
 

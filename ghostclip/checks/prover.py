@@ -95,7 +95,7 @@ class Evidence:
         # which forwards to ask again, of ranks that have positions of the same samples: they may exchange them, and run
         # the model equally often. None where there are no such ranks.
         self.probes = probes  # whether any is asked for
-        self._splits_sequences = numbers is not None
+        self._splits_sequences = numbers is not None  # ranks have positions of the same samples
         self._may_exchange = in_parts or self._splits_sequences
         self.unchecked = Unchecked(numbers)  # what could not be asked
         self.loss_sizes: Sizes = {}  # what was seen of losses: see `ghostclip.checks.loss_graph`

@@ -73,7 +73,7 @@ class _StateMarks:
     """The state at one moment: its entries, how often each was changed, where buffers lie, and extra state."""
 
     entries: dict[str, Tensor]
-    versions: list[int]
+    versions: list[int]  # of the entries, which count changes in place
     places: dict[str, int]
     # Where entries lie, those that are None included.
     where: dict[str, tuple[dict[str, Any], str]]
@@ -91,10 +91,10 @@ class _Tables:
         # Views, which follow their tables.
         self._views = [table.values() for table in tables if table]
         self._held = list(chain.from_iterable(self._views))
-        self.entries: dict[str, Tensor] = {}
+        self.entries: dict[str, Tensor] = {}  # by name
         # Buffers that are not saved, but serve what comes later: looked at in proofs.
         self.hidden: dict[str, Tensor] = {}
-        self.where: dict[str, tuple[dict[str, Any], str]] = {}
+        self.where: dict[str, tuple[dict[str, Any], str]] = {}  # (table, key) by name
         self.parameters: set[str] = set()
         for path, module in named:
             hidden = _torch.non_persistent(module)
@@ -149,7 +149,7 @@ class StateWatch:
         self._kept: list[tuple[Tensor, Tensor, int]] = []  # (entry, what the user's forward left, its version)
         # What the latest forward wrote.
         self._latest: frozenset[str] = frozenset()
-        self._in_backward = False
+        self._in_backward = False  # whether a backward is being watched
 
     def renew(self) -> None:
         """Forget which writes are proved."""

@@ -154,7 +154,7 @@ def _at_first_pick(path: Path, roots: Any, grads: Any) -> Tensor:
 
 
 def _weights(path: Path, row_map: RowMap, batch_size: int, gradient: Any) -> Tensor:
-    """Return each sample's total factor in the loss, float64: the gradient at the first pick carried to the end."""
+    """Return each sample's factor in the loss, float64: the gradient at the first picked values, run on to the end."""
     first, *behind = path.from_the_first_pick()
     with torch.no_grad():
         for edge in behind:

@@ -240,9 +240,9 @@ class BookKeeping(Pass):
         self._stored: frozenset[str] | None = None  # what `stored_layers` returned; None before the first gradient
         self.factors: defaultdict[str, list[Factor]] = defaultdict(list)
         self.total = GroupNorms(group_of, ranks)
-        self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
+        self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)  # of parameters of several uses
         self._versions: dict[int, list[int]] = {}  # of stored factors' tensors, by `id` of the factor
-        self._together = SharedInputNorms(self.total)
+        self._together = SharedInputNorms(self.total)  # layers that read one input
         self._joints: list[Joint] = []  # stored factors of parameters that were put together
         self._alike = SmallLayers(join=self._join, alone=self._consume_factors, single=self._add)
         alone = sequences is not None or ranks is not None or len(self.total.sums) > 1
@@ -485,8 +485,8 @@ class NormPass(OneOfTwo):
         self.order: list[str] = []  # parameters in the order in which uses arrived
         self._shared = shared
         self._instantiate, self._index_D = instantiate, index_D
-        self._together = SharedInputNorms(self.total)
-        self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)
+        self._together = SharedInputNorms(self.total)  # layers that read one input
+        self._waiting: defaultdict[str, list[Factor]] = defaultdict(list)  # of parameters of several uses
 
     def receive(self, use: ParamUse, grad: Tensor) -> None:
         """As in `OneOfTwo`, with uses recorded for the second backward to compare."""

@@ -74,7 +74,7 @@ class Savepoint:
 
     def __init__(self, *parts: Callable[[], None], forget: Callable[[], None]) -> None:
         """Hold functions that restore each part of the state, and one that ends the attempt."""
-        self._parts = parts
+        self._parts = parts  # restore the state
         self._forget = forget
 
     def restore(self) -> None:
@@ -94,8 +94,8 @@ class SumsBefore:
     # That is at the end of a backward, when activations have made room, and never if memory runs out before.
     def __init__(self, sums: Mapping[nn.Parameter, Tensor]) -> None:
         self._sums = dict(sums)
-        self._copies: dict[nn.Parameter, Tensor] = {}
-        self.released = False
+        self._copies: dict[nn.Parameter, Tensor] = {}  # of sums that were added to since
+        self.released = False  # whether the sums were released, so that nothing can be restored
 
     def before_change(self, parameter: nn.Parameter, buffer: Tensor) -> None:
         """Copy an accumulator that something is about to be added to, if it is one of these."""

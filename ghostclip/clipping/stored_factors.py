@@ -98,7 +98,7 @@ class RepeatCheck:
         self._pairs: list[tuple[Tensor, Tensor]] = []  # values of both backwards
         self._unlike: str | None = None  # a parameter for which shapes differ
         self._arrived = 0  # factors of the backward that runs
-        self._is_first = True
+        self._is_first = True  # whether the first backward runs, whose values are stored
 
     def begin_again(self, *, anew: bool = False) -> None:
         """Begin the next backward, compared with the first, or itself the first with ``anew``."""

@@ -222,8 +222,8 @@ def check_budget(memory_budget: float, strategy: str, *, sharded: Sharded | None
 class PendingBackward(NamedTuple):
     """A backward whose clipped sums wait: its factors, its norms and its forward."""
 
-    listener: BookKeeping
-    total: GroupNorms
+    listener: BookKeeping  # holds its factors
+    total: GroupNorms  # norms of its samples
     forward: ForwardContext
 
 
@@ -231,7 +231,7 @@ class OnePass:
     """Strategies of one backward: "bookkeeping" and "hooks"."""
 
     loss_elsewhere = False  # whether backwards begin at outputs, as the loss is computed in another part of the model
-    _held: list[PendingBackward] | None = None
+    _held: list[PendingBackward] | None = None  # backwards whose sums wait; None where none do
 
     def __init__(self, state: ClippingState, planner: Planner) -> None:
         self._state = state
@@ -309,7 +309,7 @@ class TwoPasses:
     # show, and once more, for a few samples in float64, where rounding may have changed their norms.
     def __init__(self, state: ClippingState) -> None:
         self._state = state
-        self._several: set[str] = set()
+        self._several: set[str] = set()  # parameters known to have several uses
 
     def run(self, loss: Tensor, *, scale: float, instantiate: bool) -> None:
         """Add a batch's clipped sums by two backwards from a scalar loss; `instantiate` for the strategy "fast"."""
@@ -402,7 +402,7 @@ class PartialBookKeeping(BookKeeping):
         # Each of the `dropped` parameters is used once.
         super().__init__(group_of)
         self._dropped = dropped
-        self.seen: set[int] = set()
+        self.seen: set[int] = set()  # `id` of the uses whose factors were dropped
         self.repeats: RepeatCheck | None = None
         self.measured_again: Callable[[Tensor], GroupNorms] | None = None
 
@@ -437,7 +437,7 @@ class Parts:
 
     def __init__(self, state: ClippingState, loss: Tensor, cut: Cut) -> None:
         self._state, self._loss, self._cut = state, loss, cut
-        self._grad: Tensor | None = None
+        self._grad: Tensor | None = None  # gradient at the cut
 
     def run(self, *, scale: float) -> None:
         """Add the clipped sums of the batch."""

@@ -340,14 +340,14 @@ class SplitSequences:
                 "ranks: compute the loss from logits (vocabulary_head='logits')."
             )
         if isinstance(factor, Rows):
-            ids_BT = self._brought(factor.ids_BT.unsqueeze(2), slots=1).squeeze(2)
-            return Rows(ids_BT, self._brought(factor.g_BTI, slots=1), shape=factor.shape)
+            ids_BT = self._exchanged(factor.ids_BT.unsqueeze(2), slots=1).squeeze(2)
+            return Rows(ids_BT, self._exchanged(factor.g_BTI, slots=1), shape=factor.shape)
         if type(factor) is Outer and not planner.stores_per_sample(*factor.sizes, factor.g_NTO.element_size()):
-            a_NTI, g_NTO = (self._brought(part, slots=factor.slots) for part in (factor.a_NTI, factor.g_NTO))
+            a_NTI, g_NTO = (self._exchanged(part, slots=factor.slots) for part in (factor.a_NTI, factor.g_NTO))
             return Outer(a_NTI, g_NTO, shape=factor.shape, slots=factor.slots)
         return Dense(self._added_up(factor.materialize()))
 
-    def _brought(self, part_NTI: Tensor, *, slots: int) -> Tensor:
+    def _exchanged(self, part_NTI: Tensor, *, slots: int) -> Tensor:
         """Exchange positions so that a sample's are all on its rank: ``(B·S, T, I)`` to ``(B/R·S, R·T, I)``."""
         sent = self._padded(part_NTI.unflatten(0, (-1, slots)))
         received = torch.empty_like(sent)

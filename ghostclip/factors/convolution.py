@@ -211,10 +211,10 @@ class KernelGradients:
     def __init__(self, x_BKC: Tensor, g_BKO: Tensor, geometry: Geometry) -> None:
         """Choose how gradients are formed: pointwise, by a grouped convolution, or from unfolded windows."""
         self._x_BKC, self._g_BKO, self._geometry = x_BKC, g_BKO, geometry
-        self._layout: _Layout = unfolded
+        self._layout: _Layout = unfolded  # forms windows
         # Not bound to itself: the tensors go with the last name for them, not when cycles are collected.
         self._form: _Form = KernelGradients._by_windows
-        self._views: Tensor | None = None
+        self._views: Tensor | None = None  # the windows of all samples, where that takes little memory
         gradient = geometry.shape.numel()
         # Elements that a sample takes beside its gradient, and with a gradient that is dropped again.
         self._beside = geometry.groups * prod(geometry.shape[1:]) * prod(g_BKO.shape[3:]) * x_BKC.shape[1]
@@ -500,7 +500,7 @@ class Windows(Outer):
         return Outer(a_NTI, self.g_NTO, shape=self.shape, slots=self.slots)
 
     def instantiated_sqnorm(self) -> SquaredNorm:
-        """Return squared norms of gradients formed a few samples at a time, with a bound for norm and sum."""
+        """Return squared norms of gradients formed a few samples at a time, with rounding bounds for norm and sum."""
         if self.sizes[0] <= 1 or self.x_BKC.numel() == 0:
             return no_error(self._formed_squares())
         if self.slots == 1:

@@ -54,14 +54,14 @@ class _Rows(NamedTuple):
 class Shared:
     """State that all factors of one gradient that arrived at a head share; None until it is known."""
 
-    wants_input: bool
-    wants_bias: bool
-    norms: Bounded | None = None
+    wants_input: bool  # whether the gradient of the hidden states is wanted
+    wants_bias: bool  # whether that of the bias is
+    norms: Bounded | None = None  # squared norms of the weight's gradients
     input_BTI: Tensor | None = None  # gradient of the hidden states
     bias_BV: Tensor | None = None  # per-sample gradients of the bias
     # rows of the weight that the same forward looked up, whose gradients its norms will ask for
     met: list[Tensor] = field(default_factory=list)
-    rows: list[_Rows] = field(default_factory=list)
+    rows: list[_Rows] = field(default_factory=list)  # gradients of looked-up rows
     summed: bool = False  # whether a clipped sum was asked for: no norm is asked for after that
     versions: list[int] = field(default_factory=list)  # versions of weight and bias, which count changes in place
 

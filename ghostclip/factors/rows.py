@@ -37,8 +37,8 @@ class _Repeated(NamedTuple):
     """Sample and position of each, ``(R,)``."""
     segment_R: Tensor
     """Which of the K pairs of a sample and a row each belongs to."""
-    sample_K: Tensor
-    row_K: Tensor
+    sample_K: Tensor  # sample of each pair
+    row_K: Tensor  # row of the table
 
 
 class Rows(Factor):

@@ -101,7 +101,7 @@ def symmetric_gram(a_NTI: Tensor, g_NTO: Tensor, *, workspace: int = WORKSPACE) 
 
 @lru_cache(maxsize=4096)
 def gram_levels(positions: int, inputs: int, outputs: int, *, by_units: bool = False) -> int:
-    """Return how often the twin halves the Gram matrix, as far as saved products outweigh the extra calls."""
+    """Return how often the PyTorch twin halves the Gram matrix, as far as saved products outweigh the extra calls."""
     width = inputs + outputs
     if by_units:
         wanted = (positions * positions * width).bit_length() - UNDIVIDED
@@ -173,7 +173,7 @@ def _naive(a_NTI: Tensor, g_NTO: Tensor, workspace: int, summed: int = 0) -> Bou
 
 
 def _unfinished(a_NTI: Tensor, g_NTO: Tensor, workspace: int) -> Unfinished | Reduced:
-    """Return the sums of the twin, formed for as many samples at a time as the cache or workspace holds."""
+    """Return the twin's squared norms and what their bounds follow from, as many samples at a time as fit."""
     samples, positions, inputs = a_NTI.shape
     outputs = g_NTO.shape[2]
     at_once = max(1, samples)

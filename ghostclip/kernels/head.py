@@ -87,8 +87,8 @@ class Tokens(NamedTuple):
 class Tiling(NamedTuple):
     """How many samples a chunk has, and how many logits of each position a tile has."""
 
-    samples: int
-    columns: int
+    samples: int  # of a chunk
+    columns: int  # logits of a tile, of each position
 
 
 def tiling(samples: int, positions: int, vocabulary: int) -> Tiling:
@@ -444,8 +444,8 @@ class Norms(Collector):
 
     def __init__(self, a_CTI: Tensor, vocabulary: int) -> None:
         self._a_CTI, self._sizes = a_CTI, (a_CTI.shape[2], vocabulary)
-        self._a_CT = position_norms(a_CTI)
-        self._tiles: list[Tensor] = []
+        self._a_CT = position_norms(a_CTI)  # norms of the positions' hidden states
+        self._tiles: list[Tensor] = []  # norms of positions in each tile
 
     def add_tile(self, tile: slice, g_CTK: Tensor) -> None:
         """Store the norms of a tile's positions."""
@@ -514,7 +514,7 @@ class _OfGradients(Norms):
 
     def __init__(self, a_CTI: Tensor, vocabulary: int) -> None:
         super().__init__(a_CTI, vocabulary)
-        self._norms: list[Tensor] = []
+        self._norms: list[Tensor] = []  # norms of parts of the gradients
         self._width = max(16, SUBTILE // max(1, a_CTI.shape[0] * a_CTI.shape[2]))
 
     def add_tile(self, tile: slice, g_CTK: Tensor) -> None:

@@ -217,7 +217,7 @@ def _naive_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, 
 
 
 def _widened_sum(a_NTI: Tensor, g_NTO: Tensor, coef_N: Tensor, out_OI: Tensor, *, fresh: bool) -> Tensor:
-    """Add a sum to a matrix of another type, for which a few samples are widened at a time."""
+    """Add a weighted sum of outer products to a matrix of another dtype, widening a few samples at a time."""
     samples, dtype = len(a_NTI), out_OI.dtype
     elements = a_NTI.shape[1] * (a_NTI.shape[2] + g_NTO.shape[2])
     at_once = max(1, samples if runtime.traced() else runtime.elements(out_OI.device) // max(1, elements))

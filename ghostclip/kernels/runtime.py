@@ -147,12 +147,12 @@ class Twins:
     """A kernel and its plain-PyTorch twin, with the choice between them."""
 
     name: str
-    naive: Callable[..., Any]
-    fast: Callable[..., Any]
+    naive: Callable[..., Any]  # the twin in PyTorch
+    fast: Callable[..., Any]  # the kernel
     # each makes new arguments for the check on a device: odd sizes, one for every way of starting the kernel
     examples: tuple[Callable[[torch.device], tuple[Any, ...]], ...]
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, *HALF)
-    _trusted: dict[torch.device, bool] = field(default_factory=dict)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, *HALF)  # that the kernel takes
+    _trusted: dict[torch.device, bool] = field(default_factory=dict)  # whether kernel and twin agreed there
 
     def pick(self, *tensors: Tensor, pays: bool = True) -> Callable[..., Any]:
         """Return the kernel where it is allowed, can run and agrees with the twin; otherwise the twin."""

@@ -74,6 +74,7 @@ class _KeyStreamNoise(KeyedNoise):
         if not flat_N.is_cuda or self._stream != "counter":
             super()._release_range(flat_N, scales, where)
             return
+        # Number of the tensor, first element, size of the tensor. Correlated noise (`_rows`) is drawn in blocks.
         key, (position, first, total) = cipher_key(self._key), where
         add = partial(kernels.add_noise_, key=key, rounds=self._rounds)
         if self._rows is None:

@@ -75,7 +75,8 @@ def discrete_gaussian(words: Words, count: int, scale: float) -> NDArray[np.int6
 
 
 def _round(words: Words, number: int, tries: int, shape: tuple[Fraction, int]) -> NDArray[np.int64]:
-    """Return the accepted of `tries` candidates for a discrete Gaussian; ``shape``: its scale s, Laplace scale t."""
+    """Draw `tries` candidates of a discrete Gaussian in round `number`, and return the accepted ones."""
+    # ``shape``: the scale s of the Gaussian, and t of the discrete Laplace that candidates are drawn from.
     drawn = words(number, 2 * tries)
     first, second = drawn[:tries], drawn[tries:]
     bits = _MoreBits(words, _MOST_ROUNDS + number)

@@ -266,7 +266,7 @@ class KeyedNoise:
             run(islice(self._jobs(tensors, std, 1.0), rank, None, ranks), workers=self._workers(tensors))
 
     def _jobs(self, tensors: Sequence[torch.Tensor], std: float, divisor: float) -> Iterator[Callable[[], None]]:
-        """Yield independent jobs; positions are taken in the order of the tensors."""
+        """Yield independent jobs that add noise and divide; positions follow the order of the tensors."""
         for pack in packs(tensors, self._block_size):
             first = pack[0]
             self._check(first)

@@ -186,8 +186,8 @@ class _State:
     """State (B, H) of all sequences while steps run; a step uses the rows of the sequences that have it."""
 
     def __init__(self, first: Tensor) -> None:
-        self.whole = first.clone(memory_format=torch.contiguous_format)
-        self._views: dict[int, Tensor] = {}
+        self.whole = first.clone(memory_format=torch.contiguous_format)  # (B, H)
+        self._views: dict[int, Tensor] = {}  # by number of rows
 
     def rows(self, count: int) -> Tensor:
         """Return the first rows, a view."""
@@ -391,7 +391,7 @@ def recurrent_product(states: Tensor, weight: Tensor, bias: Tensor | None, rows:
 
 @register_op("recurrent_product", arguments="states weight bias rows")
 def _recurrent_product(call: Call) -> Captured | None:
-    """Rule for the product with known states: weight ``Outer``, bias ``Dense``."""
+    """Rule for a recurrent layer's product of weight and known states: weight ``Outer``, bias ``Dense``."""
     states, shape = call.values["states"], call.values["weight"].shape
     needs_weight, needs_bias, num_batch_dims = "weight" in call.tracked, "bias" in call.tracked, states.dim() - 1
 
@@ -413,8 +413,8 @@ class _Direction:
 
     kind: Kind
     steps: Steps
-    bias: bool
-    projected: bool
+    bias: bool  # whether it has biases
+    projected: bool  # whether it projects its hidden state (`proj_size`)
 
     def weights(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Weights:
         """Return weights (hh, bias or hr, ...) in the dtype of the steps."""

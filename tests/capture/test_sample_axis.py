@@ -237,7 +237,7 @@ def test_layers_between_those_that_are_trained_are_passed_once():
                 known.append(Followed((h.grad_fn, 0)))
             x = x + (x + h.exp() + 1)
     assert {one.rows for one in known} == {SampleAxis(1, 1, 6, 1)}
-    assert len({len(one._sights) for one in known[2:]}) == 1
+    assert len({len(one._visits) for one in known[2:]}) == 1
 
 
 class _Both(torch.autograd.Function):
