@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from ghostclip import _torch, _validate
-from ghostclip.capture.ranks import sums_meet_elsewhere
+from ghostclip.capture.ranks import set_sums_added_elsewhere
 from ghostclip.clipper import GhostClipper, Reduction
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.data.loader import TakenAsItIs, worker_options
@@ -203,7 +203,7 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
                 noise.correlate(
                     request.sampling.correlation, stride=sum(len(group["params"]) for group in optimizer.param_groups)
                 )
-            sums_meet_elsewhere(clipper.model, shared=shared)
+            set_sums_added_elsewhere(clipper.model, shared=shared)
             if shared:
                 mechanism = (request.noise_multiplier, clipper.policy.max_grad_norm, clipper.policy.describe())
                 require_agreement("mechanism (σ, C, clipping)", mechanism)

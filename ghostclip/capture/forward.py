@@ -201,7 +201,7 @@ class ForwardContext:
         finally:
             self._recomputing = False
 
-    def note_checkpointing(self, *, again: bool) -> None:
+    def record_checkpointing(self, *, again: bool) -> None:
         """Note that activation checkpointing is active."""
         # ``again``: a backward reruns a part, whose checkpoint was noted before.
         self.checkpointed = self.runs_again = True

@@ -281,7 +281,7 @@ def register(use: ParamUse, node: Any, behind: Any) -> None:
         # What is run again in a backward is no further use: counting it would keep its factors waiting.
         count(use, node, behind)
     if under_checkpoint():
-        forward.note_checkpointing(again=again)
+        forward.record_checkpointing(again=again)
     if not use.site.proven:
         forward.unproven = True
 
@@ -323,7 +323,7 @@ def attached_again(use: ParamUse, output: Tensor, *, anchored: bool, counted: Co
     node = _torch.hear_gradient(output, delivery(use) if use.order else use.arrive)
     count(use, node, use.behind, counted)
     if type(use.node) is not SavedTensors and under_checkpoint():
-        forward.note_checkpointing(again=False)
+        forward.record_checkpointing(again=False)
     set_metadata(node, METADATA_KEY, use)
     return output
 

@@ -117,7 +117,7 @@ def on_any(gathering: Gathering | None, holds: bool) -> bool:  # noqa: FBT001 - 
     return holds if gathering is None else gathering.any_sharing(holds)
 
 
-def sums_meet_elsewhere(model: nn.Module, *, shared: bool) -> None:
+def set_sums_added_elsewhere(model: nn.Module, *, shared: bool) -> None:
     """Set whether the clipped sums of all ranks are added up where they are released."""
     (_ADDED_UP.add if shared else _ADDED_UP.discard)(model)
 

@@ -86,12 +86,12 @@ class KnownLoss:
         holder = _CriterionModule(self.criterion, ends)
         state, local_unchecked = ModuleState(holder), Unchecked()
 
-        def go_on(inputs: Any) -> list[Tensor]:
+        def run_without_reset(inputs: Any) -> list[Tensor]:
             return self._computed(inputs, axes, batch_size if mean else 0)
 
         def run(inputs: Any) -> list[Tensor]:
             state.restore()
-            return go_on(inputs)
+            return run_without_reset(inputs)
 
         changed = dependence(holder, run, batch, local_unchecked)
         if not changed and True in (among_larger_ones(holder, plainly(run), batch)[0] or ()):
@@ -103,7 +103,7 @@ class KnownLoss:
                 return _REFUSED.format(name=self._name(), what=changed)
             unchecked.missed(_AS_LONG, CRITERION)
             return None
-        remembers, _ = memory(holder, state, go_on, batch)
+        remembers, _ = memory(holder, state, run_without_reset, batch)
         if remembers and True in remembers:
             return _REMEMBERED.format(name=self._name())
         unchecked.report(CRITERION, local_unchecked.reason(REPLACED))

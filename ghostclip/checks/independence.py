@@ -413,7 +413,8 @@ def _judge(
 def _differ_behind(
     model: nn.Module, run: Run, batch: Batch, before: Randomness, coarsest: torch.dtype, *, loud: bool
 ) -> list[bool | None]:
-    """Return for two sets of replaced samples whether other samples' outputs changed, gates open."""
+    """Return for two sets of replaced samples whether the others' outputs changed, with `OpenGates`."""
+    # `loud`: the replaced samples have larger values, so that what reaches the others shows. None: cannot be told.
 
     def moved(samples: Sequence[int]) -> bool | None:
         inputs = batch.copied(samples)

@@ -563,7 +563,7 @@ class Windows(Outer):
 
     def _by_units(self) -> bool:
         """Return whether matrix units form the products."""
-        return products.takes(self.x_BKC, self.g_BKO)
+        return products.on_units(self.x_BKC, self.g_BKO)
 
     def _weighting(self) -> int:
         """Return 1: terms are weighted in float32."""

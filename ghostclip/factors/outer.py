@@ -168,7 +168,7 @@ class Outer(Factor):
 
     def _by_units(self) -> bool:
         """Return whether matrix units form products of one of the two tensors at least."""
-        return products.takes(self.a_NTI, self.a_NTI) or products.takes(self.g_NTO, self.g_NTO)
+        return products.on_units(self.a_NTI, self.a_NTI) or products.on_units(self.g_NTO, self.g_NTO)
 
     def _terms(self, mass_N: Tensor, scale_N: Tensor) -> Terms:
         """Return the masses of the positions' terms, by sample."""
@@ -190,7 +190,7 @@ class Outer(Factor):
     def aligned(self) -> "Outer":
         """Return the factor as matrix units read it, copied once for norm and sum."""
         a_NTI, g_NTO = self.a_NTI, self.g_NTO
-        if not products.takes(a_NTI, g_NTO) or (products.is_taken(a_NTI) and products.is_taken(g_NTO)):
+        if not products.on_units(a_NTI, g_NTO) or (products.is_taken(a_NTI) and products.is_taken(g_NTO)):
             return self
         return Outer(products.aligned(a_NTI), products.aligned(g_NTO), shape=self.shape, slots=self.slots)
 

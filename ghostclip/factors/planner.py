@@ -55,7 +55,7 @@ def stores_per_sample(positions: int, inputs: int, outputs: int, itemsize: int =
 
 def formed_by(a_NTI: Tensor, g_NTO: Tensor) -> dict[str, bool]:
     """Return whether matrix units, and fused kernels, form the norms of outer products, as keywords for this module."""
-    by_units = products.takes(a_NTI, g_NTO)
+    by_units = products.on_units(a_NTI, g_NTO)
     return {"by_units": by_units, "fused": by_units and gram.is_fused(a_NTI, g_NTO) and outer.is_fused(a_NTI, g_NTO)}
 
 

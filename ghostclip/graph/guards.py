@@ -146,9 +146,7 @@ def _about(tensor: Any) -> tuple[Any, ...]:
 
 
 def form_of(tree: Any) -> Hashable | None:
-    """Return the form of a batch."""
-    # Containers, plain values, and of tensors shape (apart from samples), dtype, device. None where a value in it
-    # cannot be compared.
+    """Return what equal batches have in common: structure, plain values, shapes, dtypes; None if incomparable."""
     leaves, structure = _torch.tree_flatten(tree)
     forms: list[Any] = []
     for leaf in leaves:

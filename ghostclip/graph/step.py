@@ -371,7 +371,7 @@ class GraphStep:
             outcome = step.run(_tree.tensors(padded), count)
         except Exception as problem:  # noqa: BLE001 - whatever it was, the eager engine computes the batch
             states.restore()
-            self._give_up(step, f"its graph does not run ({type(problem).__name__}: {first_line(problem)})")
+            self._drop_graph(step, f"its graph does not run ({type(problem).__name__}: {first_line(problem)})")
             return self.eager(tree)
         states.restore()
         before = {name: self._sum_of(name) for name in (() if outcome is None else outcome.sums)}
@@ -395,7 +395,7 @@ class GraphStep:
             # A forward that the eager engine had to read twice has drawn other numbers.
             step.verified = False
         else:
-            self._give_up(step, "it does not agree with the eager engine in norms and sums")
+            self._drop_graph(step, "it does not agree with the eager engine in norms and sums")
         return result
 
     def _sum_of(self, name: str) -> Tensor | None:
@@ -422,7 +422,7 @@ class GraphStep:
             whole += theirs.double().square().sum().item()
         return off <= tolerance**2 * whole
 
-    def _give_up(self, step: CompiledStep, reason: str) -> None:
+    def _drop_graph(self, step: CompiledStep, reason: str) -> None:
         """Use no graph for batches of this form any more."""
         self._verified -= {step.key}
         for key in [key for key, other in self._steps.items() if other is step]:

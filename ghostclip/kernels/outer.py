@@ -71,8 +71,8 @@ def _pays(a_NTI: Tensor, g_NTO: Tensor) -> bool:
 def square_sums(a_NTI: Tensor, g_NTO: Tensor, *, samples_at_once: int = 1) -> Unfinished | Reduced | None:
     """Return squared norms as `outer_square` does, with errors to be worked out for many layers at once."""
     # None where nothing is to be formed, or where the two tensors are rounded differently.
-    by_units = products.takes(a_NTI, g_NTO)
-    if not len(a_NTI) or by_units != any(products.takes(x_NTF, x_NTF) for x_NTF in (a_NTI, g_NTO)):
+    by_units = products.on_units(a_NTI, g_NTO)
+    if not len(a_NTI) or by_units != any(products.on_units(x_NTF, x_NTF) for x_NTF in (a_NTI, g_NTO)):
         return None
     if is_fused(a_NTI, g_NTO):
         return _reduced_square(a_NTI, g_NTO)
@@ -135,7 +135,7 @@ def _squares(a_NTI: Tensor, g_NTO: Tensor, samples_at_once: int) -> Tensor:
 def formed(value_N: Tensor, a_NTI: Tensor, g_NTO: Tensor) -> Bounded:
     """Return squared norms of formed gradients with bounds on their rounding error."""
     measured = masses(position_norms(a_NTI), position_norms(g_NTO), a_NTI.shape[2], g_NTO.shape[2])
-    error_N = formed_error(value_N, measured, a_NTI.shape[1] if products.takes(a_NTI, g_NTO) else 0)
+    error_N = formed_error(value_N, measured, a_NTI.shape[1] if products.on_units(a_NTI, g_NTO) else 0)
     return Bounded(value_N, error_N, measured.mass_N, measured.scale_N)
 
 
@@ -147,7 +147,7 @@ def weighting(a_NTI: Tensor, g_NTO: Tensor) -> int:
 def _by_units(a_NTI: Tensor, g_NTO: Tensor) -> bool:
     """Return whether matrix units multiply the two tensors."""
     # One position is added whole, rounded once: in float32, which costs little there.
-    return a_NTI.shape[1] > 1 and products.takes(a_NTI, g_NTO)
+    return a_NTI.shape[1] > 1 and products.on_units(a_NTI, g_NTO)
 
 
 def _is_formed(a_NTI: Tensor) -> bool:

@@ -42,7 +42,7 @@ def _suits(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _FIRST
 
 
-def takes(left: Tensor, right: Tensor) -> bool:
+def on_units(left: Tensor, right: Tensor) -> bool:
     """Return whether matrix units multiply these two tensors as they are: 16 bits, one dtype, on such a GPU."""
     dtype = left.dtype
     return dtype in HALF and dtype == right.dtype and has_units(left.device)
@@ -50,12 +50,12 @@ def takes(left: Tensor, right: Tensor) -> bool:
 
 def operand(x_NTF: Tensor) -> Tensor:
     """Return the tensor as products take it, aligned for matrix units or widened to 32 bits at least."""
-    return aligned(x_NTF) if takes(x_NTF, x_NTF) else widened(x_NTF)
+    return aligned(x_NTF) if on_units(x_NTF, x_NTF) else widened(x_NTF)
 
 
 def is_taken(x_NTF: Tensor) -> bool:
     """Return whether matrix units read a tensor where it lies: 16 bits, rows or columns at multiples of 16 bytes."""
-    if not takes(x_NTF, x_NTF):
+    if not on_units(x_NTF, x_NTF):
         return False
     per_load = _ALIGNED // x_NTF.element_size()
     samples, across, along = x_NTF.stride()
@@ -79,7 +79,7 @@ def batched(left_NTF: Tensor, right_NFU: Tensor) -> Tensor:
     # Matrix units form it in sums of `UNIT_CHAIN` products.
     if left_NTF.dtype == right_NFU.dtype == torch.float32:
         return torch.bmm(left_NTF, right_NFU)
-    if not takes(left_NTF, right_NFU):
+    if not on_units(left_NTF, right_NFU):
         return torch.bmm(widened(left_NTF), widened(right_NFU))
     pairs = zip(left_NTF.split(UNIT_CHAIN, 2), right_NFU.split(UNIT_CHAIN, 1), strict=True)
     total_NTU: Tensor | None = None
@@ -113,7 +113,7 @@ def empty_rows(like: Tensor, samples: int, size: int) -> Tensor:
 def pair_by_pair(left_NTF: Tensor, right_NFU: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the product of each pair of matrices, on a CPU with the same bits in a batch of any size."""
     # `out` comes from `empty_rows`; on a CPU the samples of the result may have gaps between them.
-    if takes(left_NTF, right_NFU):
+    if on_units(left_NTF, right_NFU):
         product_NTU = batched(left_NTF, right_NFU)
         return product_NTU if out is None else out.copy_(product_NTU)
     left_NTF, right_NFU = widened(left_NTF), widened(right_NFU)

@@ -192,7 +192,7 @@ class Account:
 
         ledger = self.ledger
         if ledger is not None:
-            optimizer.compiled.write = lambda compiled: ledger.note_compiled(self._run_of(optimizer), compiled)
+            optimizer.compiled.write = lambda compiled: ledger.record_compiled(self._run_of(optimizer), compiled)
             # Asked for every batch: without such a line there is no need to know whose noise it is.
             optimizer.compiled.written = lambda: ledger.compiled and ledger.compiled.get(self._run_of(optimizer))
             optimizer.compiled.repeats = lambda: self._made_before(optimizer) is not None

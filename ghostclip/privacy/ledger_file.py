@@ -318,7 +318,7 @@ class LedgerFile:
         if [plain] != self.mechanisms[-1:]:
             self._write({"mechanism": plain})
 
-    def note_compiled(self, run: str, compiled: Mapping[str, Any]) -> None:
+    def record_compiled(self, run: str, compiled: Mapping[str, Any]) -> None:
         """Write which of a run's releases graphs are about to compute."""
         self._write({"compiled": {"run": run, **compiled}})
 

@@ -407,7 +407,7 @@ class _CountedPasses(Sampler[list[int]]):
         """Yield the batches of a pass, each logged as a draw; refuse a record that comes twice."""
         taken = bytearray()
         for batch in self._batches:
-            _take_once(batch, taken)
+            _mark_taken(batch, taken)
             self.draws.add(Draw(self._drawn, len(batch), len(batch)))
             self._drawn += 1
             yield batch
@@ -417,7 +417,7 @@ class _CountedPasses(Sampler[list[int]]):
         return len(self._batches)
 
 
-def _take_once(batch: list[int], taken: bytearray) -> None:
+def _mark_taken(batch: list[int], taken: bytearray) -> None:
     """Mark the records of a batch as taken in a pass; refuse one that was taken before."""
     for index in batch:
         if index >= len(taken):

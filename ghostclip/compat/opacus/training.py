@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ghostclip import DPOptimizer, GhostClipper, GradSampleModule, PrivacyEngine
 from ghostclip._validate import choice, defaults, options_of, takes
 from ghostclip.assembly import Private, PrivateWithCriterion, Request
-from ghostclip.capture.ranks import sums_meet_elsewhere
+from ghostclip.capture.ranks import set_sums_added_elsewhere
 from ghostclip.clipping import policies
 from ghostclip.clipping.bounds import PerParameter, QuantileAdaptation
 from ghostclip.distributed import SharedNoise
@@ -232,7 +232,7 @@ class DistributedDPOptimizer(DPOptimizer, metaclass=Described):
         source = make_noise_source(level=level, generator=release.pop("generator"))
         policy = policies.per_layer if isinstance(max_grad_norm, Sequence) else policies.ClipPolicy
         _clipper(optimizer).policy = policy(max_grad_norm)
-        sums_meet_elsewhere(_clipper(optimizer).model, shared=True)
+        set_sums_added_elsewhere(_clipper(optimizer).model, shared=True)
         super().__init__(optimizer, noise_source=SharedNoise(source), **release)
 
 
