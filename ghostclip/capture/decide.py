@@ -92,7 +92,7 @@ def _inside(run: Callable[[], Any], forward: ForwardContext) -> Any:
 
 
 def _unknown_order(tensor: Tensor, layout: ArgumentLayout, forward: ForwardContext) -> RowOrder | None:
-    """Return a marker for data outside the graph whose rows lie in no known order; None for other tensors."""
+    """Return a `RowOrder` of unknown order for data outside the graph in such an order; None for other tensors."""
     if forward.batch_size < 2 or tensor.requires_grad:
         return None
     unknown = forward.around.rows.samples_of(tensor, constant=layout.axis(tensor) == CONSTANT) is UNKNOWN_ORDER
@@ -272,7 +272,7 @@ class _KnownCall:
 
 @dataclass(eq=False, slots=True)
 class _CachedDecision:
-    """The decision for one form of an operation on its parameters: all that a forward asks, in few objects."""
+    """A cached decision: how an operation on its parameters runs, for one form of its other arguments."""
 
     name: str
     rule: Rule

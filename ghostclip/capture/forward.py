@@ -202,7 +202,7 @@ class ForwardContext:
             self._recomputing = False
 
     def record_checkpointing(self, *, again: bool) -> None:
-        """Note that activation checkpointing is active."""
+        """Record that activation checkpointing is active."""
         # ``again``: a backward reruns a part, whose checkpoint was noted before.
         self.checkpointed = self.runs_again = True
         self.checkpointed_by_model |= not (again or self._recomputing)

@@ -322,7 +322,7 @@ class _CallSums:
         self._found: dict[str, Tensor] = {}  # sums that were not handed out yet
 
     def of(self, name: str, coef_B: Tensor, keep_B: Tensor) -> Tensor:
-        """Return one parameter's weighted sum; the sums of all are formed with the first one asked for."""
+        """Return one parameter's weighted sum; the first call forms the sums of all parameters."""
         same = self._formed_with is not None and all(map(torch.equal, self._formed_with, (coef_B, keep_B)))
         if not same or name not in self._found:
             self._found = self._rows.masked(keep_B).weighted_sums(coef_B)

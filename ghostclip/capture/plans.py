@@ -61,7 +61,7 @@ class Rerun:
     versions: list[int] = field(default_factory=list)
 
     def remember(self, plain: Sequence[Tensor]) -> None:
-        """Note the values on which it runs in the forward."""
+        """Store the values on which it runs in the forward."""
         self.plain[:] = plain
         self.versions[:] = _torch.versions(plain)
 
@@ -205,7 +205,7 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
 
 
 def _gathered(tensor: Tensor, forward: ForwardContext) -> Tensor | None:
-    """Return the sample of each gathered row of a tensor, and note the gathering in the forward."""
+    """Return the sample of each gathered row of a tensor, and record in the forward that rows were gathered."""
     order = order_of_rows(tensor, 0, forward)
     order.record_in(forward)
     return order.samples

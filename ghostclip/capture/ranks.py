@@ -78,14 +78,14 @@ class Gathering(Protocol):
         """Decide, with all ranks, whether to prove the coming forward; if so, gather all parameters for it."""
 
     def may_prove(self) -> bool:
-        """Return whether all parameters are gathered to prove this forward; else ask for that in a later one."""
+        """Return whether all parameters are gathered to prove this forward; if not, have a later one proved."""
 
     @property
     def wants_proof(self) -> bool:
-        """Whether this rank has met something new in a forward that was not one to be proved."""
+        """Whether this rank's forward went a new way although it was none to be proved."""
 
     def prove_next(self) -> None:
-        """Make the next forward one to ask for evidence; called on all ranks."""
+        """Make the next forward one that is proved; called on all ranks."""
 
     def errors_shared(self) -> AbstractContextManager[None]:
         """Return a context whose errors all ranks raise, in which everything is gathered; called on all of them."""
@@ -444,19 +444,19 @@ class Exchanges(_torch.DispatchMode):
     """Records the collectives that a model's forward calls."""
 
     def __init__(self) -> None:
-        """Note nothing yet."""
+        """Start without any recorded collective."""
         super().__init__()
         self.found: dict[str, None] = {}  # what it does, in order, each once
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a collective, and run whatever was called."""
+        """Record a collective, and run the called operation."""
         what = _EXCHANGES.get(func.overloadpacket.__name__)
         if what is not None and "c10d" in func.namespace:
             self.found[what] = None
         return func(*args, **(kwargs or {}))
 
     def refuse(self, model: nn.Module) -> None:
-        """Refuse what was noted, where nothing says what it is for."""
+        """Refuse recorded collectives that nothing explains."""
         # A model whose parameters ranks hold in parts (DTensor) gathers what is its own.
         dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
         if not self.found or any(isinstance(parameter, dtensor) for parameter in model.parameters()):

@@ -230,7 +230,7 @@ class RowTracker(TorchFunctionMode):
         return self._noted or self._rows.told or any(map(len, (self._columns, self._guessed, self._alternating)))
 
     def calls_since(self) -> int:
-        """Return how many functions that may move rows were called since data was met that is not as it came."""
+        """Return how many functions that may move rows were called since one ran on data that is not as it came."""
         calls, self._counted, self.odd = self._count - self._counted, self._count, False
         return calls
 
@@ -252,7 +252,7 @@ class RowTracker(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run any torch function and note what it does to the order of rows."""
+        """Run any torch function and record what it does to the order of rows."""
         kwargs = kwargs or {}
         if self._over:
             return func(*args, **kwargs)
@@ -432,7 +432,7 @@ class RowTracker(TorchFunctionMode):
         return rows.samples() if rows is not None and not rows.axis else None
 
     def lay_beside(self, data: Tensor, states: Any) -> None:
-        """Note that constant states, those before the first step of a cell, have their rows where its input has."""
+        """Record that constant states, those before the first step of a cell, have their rows where its input has."""
         rows = self._samples_in(data)
         constants = [state for state in _tree.tensors(states) if not state.requires_grad and state.dim()]
         for state in constants:
@@ -449,7 +449,7 @@ class RowTracker(TorchFunctionMode):
             set_metadata(node, ROWS_KEY, SampleAxis(axis, 1, len(rows), 1, rows, self._batch_size))
 
     def _track_columns(self, func: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> None:
-        """Note the samples of sequences on axis 1: as the packing of a batch sorts them, or of ``x[None, index]``."""
+        """Record the samples of sequences on axis 1: as the packing of a batch sorts them, or of ``x[None, index]``."""
         if func is torch.Tensor.index_select and args[1:2] == (1,) and args[0].shape[1] == self._batch_size:
             self._columns[output] = args[2].cpu()
         index = args[1] if func is torch.Tensor.__getitem__ and not self._axis else ()

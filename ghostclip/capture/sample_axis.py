@@ -633,7 +633,7 @@ def _recurred(node: Any, number: int, walk: Walk) -> SampleAxis | None:
 
 
 def _packed(node: Any, number: int, walk: Walk) -> SampleAxis:
-    """Return `LOST`: who sees sequences packed notes their order on the node."""
+    """Return `LOST`: the row tracker, which sees sequences packed, stores their order on the node."""
     # Its output has the rows of padded sequences in another order, which is noted on it by who sees it made.
     return LOST
 

@@ -385,7 +385,7 @@ class Substitution:
         return all(map(_is_trained, self.present.values()))
 
     def kinds(self) -> set[type]:
-        """Return the classes of the modules, as the forward before has noted them if it has."""
+        """Return the classes of the modules, from the snapshot of the forward before if there is one."""
         known = self._snapshot
         return set(map(type, self._model.modules() if known is None else known.modules))
 

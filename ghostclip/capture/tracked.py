@@ -172,7 +172,7 @@ def _names_in(tree: Any) -> str:
 
 
 def without_samples(tree: Any) -> str:
-    """Return the error text for parameters that met nothing that has samples."""
+    """Return the error text for parameters that were combined with nothing that has samples."""
     return (
         f"parameter '{_names_in(tree)}' met no tensor with a batch axis on its way to the loss (a part of the batch, "
         "one sample at a time in a loop, or constants only), so its gradient cannot be split into samples. Give the "

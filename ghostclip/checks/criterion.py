@@ -50,7 +50,7 @@ Copied = Callable[[], AbstractContextManager[Mapping[str, Tensor]]] | None
 @_tree.leaf
 @dataclass(frozen=True, eq=False)
 class _Whole:
-    """An argument that is left as it is, whatever samples the others are of."""
+    """An argument that stays as it is when the others are exchanged for other samples."""
 
     tensor: Tensor
 
@@ -179,6 +179,6 @@ def _as_long(batch: Batch, run: Callable[[Any], Any]) -> list[Tensor]:
 
 
 def _with_whole(arguments: Any, whole: Sequence[Tensor]) -> Any:
-    """Return the arguments with some tensors marked as left whole, whatever samples the others are of."""
+    """Return the arguments with some tensors marked to stay as they are when the others are exchanged."""
     ids = set(map(id, whole))
     return _tree.mapped(lambda leaf: _Whole(leaf) if id(leaf) in ids else leaf, arguments)

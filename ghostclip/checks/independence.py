@@ -627,7 +627,7 @@ class _Outputs:
     coarsest: torch.dtype  # the dtype with the fewest digits on the way to them
 
     def differ(self, base: list[Tensor], outputs: list[Tensor]) -> bool | None:
-        """Return whether rows differ beyond rounding; None where nobody knows of some whose they are."""
+        """Return whether rows differ beyond rounding; None where it is unknown whose some of them are."""
         if len(base) != len(outputs):
             return None
         known = self.batch.maps_of(base)

@@ -307,7 +307,7 @@ class LossRows:
         return [self._of_one(end) for end in ends]
 
     def _separates_samples(self, begun: list[Start]) -> bool:
-        """Return whether no sample's values touch another's rows; taken for granted where no proofs are asked for."""
+        """Return whether no sample's values depend on another's rows; True where nothing is to be proved."""
         gathering = self._capture.gathering
         if not self._evidence.probes or not (gathering is None or gathering.may_prove()):
             return True

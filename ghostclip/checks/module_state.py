@@ -324,7 +324,7 @@ def restored(model: nn.Module, *, arguments: Iterable[Any] = ()) -> Iterator[Non
 
 
 def _hooks_of(model: nn.Module) -> int:
-    """Return how many hooks of others stand on a model's modules; ours come and go."""
+    """Return how many hooks a model's modules have, without the library's own."""
     return sum(not is_own(hook) for module in model.modules() for hook in _torch.forward_hooks(module))
 
 

@@ -399,7 +399,7 @@ class _CutResult:
 
 
 class _Column:
-    """What stands at the end of the records in one input."""
+    """The values at the end of the records in one input, and which of them are padding."""
 
     def __init__(self, rows_BLF: Tensor, known: set[float]) -> None:
         """Find the runs of one value at the end of each record, and which values are padding."""

@@ -361,7 +361,7 @@ def _shapes(grad: Tensor, use: ParamUse) -> str:
 
 
 def sample_sets(batch_size: int) -> list[set[int]]:
-    """Return the sets of samples to ask about: in as few sets as can be, each sample without each other."""
+    """Return sets of samples to probe: as few as can be, such that some set has one of any two without the other."""
     # Samples are given code words of equal weight (Sperner), so that of any two each has a digit that the other lacks.
     # About log2(B) sets, B at least 2: for any two samples, one holds the first without the second.
     length = next(length for length in count(1) if comb(length, length // 2) >= batch_size)
@@ -371,7 +371,7 @@ def sample_sets(batch_size: int) -> list[set[int]]:
 
 
 def weightings(batch_size: int, *, linear: bool) -> list[Weights]:
-    """Return what samples' gradients are multiplied by in backwards that show each sample in several companies."""
+    """Return the weights of probing backwards, in which each sample comes with several sets of others."""
     # Where backwards are linear, all samples as they are, and then multiplied by numbers of which any two have
     # different ones in one of the backwards; some are left out. Elsewhere `sample_sets`; of two or three samples, each
     # of which is a set by itself, each as well in company that is louder.

@@ -133,7 +133,7 @@ class Evidence:
         self._resized_left: dict[AttributeKey, tuple[int, ...]] = {}
 
     def renew(self) -> None:
-        """Ask for all evidence anew, from the next forward on: the model was changed."""
+        """Forget all proofs, so that the next forward is proved: the model was changed."""
         self.unchecked.renew()
         self.loss_sizes.clear()
         self.padding.renew()
@@ -543,7 +543,7 @@ class Evidence:
         return parts, tracked, self._probed(capture, parts, tracked)
 
     def _parts(self, capture: CaptureContext, output: Any) -> list[Tensor]:
-        """Return what is looked at of a forward that is proved; refuse outputs that nothing could look at."""
+        """Return the tensors to prove of a forward; refuse outputs in which rows of samples have no axis."""
         due = self.must_prove(capture)
         if due and has_rows_of_samples(output, capture.forward.resized):
             # No proof looks at what layers made of rows without an axis for them.
@@ -649,7 +649,7 @@ class Evidence:
         self.unchecked.missed(missed, ORDER)
 
     def _in_another_order(self, capture: CaptureContext, seen: "_ReadForward", inputs: Any, size: int) -> Probe | None:
-        """Return what a forward on so many samples shows of its rows; None where there is no output to ask."""
+        """Return the probe of a forward on so many samples in another order; None where no output trains."""
         sites = capture.sites
         states, layouts = sites.states(), dict(sites.layouts)
         _restore_state(seen.state)

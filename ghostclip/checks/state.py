@@ -121,7 +121,7 @@ class _Tables:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Let a copy of the model be looked at anew."""
+        """Return None: a copy of the model is inspected anew."""
 
     def is_current(self) -> bool:
         """Return whether every table holds the same objects under as many names."""
@@ -270,7 +270,7 @@ class StateWatch:
         return bool(writes) and self._of_model(writes) not in self._proved
 
     def _of_model(self, writes: frozenset[StateWrite]) -> frozenset[StateWrite]:
-        """Return the writes without those of buffers that are looked at in proofs alone."""
+        """Return the writes without those of non-persistent buffers, which count in proofs alone."""
         hidden = self._current().hidden
         return frozenset([write for write in writes if write.name not in hidden]) if writes and hidden else writes
 
@@ -450,7 +450,7 @@ def _is_continuous(value: Any) -> bool:
 
 
 def _moved(entry: Tensor, start: int) -> Tensor:
-    """Return other content for an entry, below or above it, so that a running minimum or maximum shows."""
+    """Return other content for an entry, below or above it, so that a running minimum or maximum changes."""
     if entry.dtype == torch.bool:
         return torch.full_like(entry, start > 0)
     return entry + start if not _is_continuous(entry) else entry * (1 + 0.5 * start) + start

@@ -106,7 +106,7 @@ class Unchecked:
         return due
 
     def renew(self) -> None:
-        """Ask for all evidence anew, from the next forward on: the model was changed."""
+        """Forget all proofs, so that the next forward is proved: the model was changed."""
         self.forwards, self._schedule = 0, CheckSchedule(self._numbers)
 
     def ran(self, *checks: str) -> None:

@@ -306,7 +306,7 @@ class LossExaminer:
                     raise LossReductionError(_CHANGED.format(shape=tuple(values.shape)))
 
     def _is_new(self, path_groups: dict[_Key, list[Path]], forward: ForwardContext) -> bool:
-        """Return whether a path through the loss was not proved, or its rows may lie elsewhere now."""
+        """Return whether a path through the loss was not proved, or may have another row map now."""
         proven = {key: seen for key, seen in self._seen.items() if seen.row_map is not WHOLE}
         return not path_groups.keys() <= proven.keys() or any(
             _is_moved(path, proven[key], forward) for key, (path, *_) in path_groups.items()
@@ -369,7 +369,7 @@ def _ends(path: Path) -> Ends:
 
 
 def _is_moved(path: Path, seen: _Seen, forward: ForwardContext) -> bool:
-    """Return whether the rows at the end of a path may lie otherwise than when they were proved."""
+    """Return whether the rows at the end of a path may have another row map than when they were proved."""
     if seen.row_map.kind == "gathered":
         return gathered_at(_ending_at_rows(path, seen).ends[0], forward) is None
     return seen.row_map.kind in FOLDED and any(map(is_picked, path.ends))

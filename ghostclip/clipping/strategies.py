@@ -185,7 +185,7 @@ TWO_PASS: Final = ("ghost", "fast")
 
 
 def check_ranks(model: nn.Module, strategy: str, *, sharded: Sharded | None, sequences: Sequences | None) -> None:
-    """Refuse parameters in parts that nobody describes, and options that contradict other ranks."""
+    """Refuse parameters in parts without `sharded`, and options that contradict other ranks."""
     if sharded is None and any(map(_torch.is_sharded_tensor, model.parameters())):
         raise UnsupportedModelError(
             f"{type(model).__name__} has parameters that several ranks hold in parts (DTensor). Call make_private, "

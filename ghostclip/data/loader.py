@@ -237,7 +237,7 @@ class TakenAsItIs:
                 yield self.on_device(batch, sampler.draws)
 
     def on_device(self, batch: Any, draws: DrawLog | None) -> Any:
-        """Put a batch on the loader's device, and tell a log of it.
+        """Put a batch on the loader's device, and record it in a draw log.
 
         Args:
             batch: Tensors in nested tuples, lists, mappings.

@@ -192,7 +192,7 @@ def _say(point: str, error: Exception, *, waited: bool) -> None:
 
 
 def _reason_of_others(point: str) -> GhostClipError | None:
-    """Return why another rank left a point; None if nobody says, or only ranks that waited for others in vain."""
+    """Return why another rank left a point; None without a message, or only from ranks that waited in vain."""
     if world_size() == 1:
         return None
     store: Any = _torch.meeting_store()
@@ -304,7 +304,7 @@ def announce_refusal(what: str, error: Exception, group: Group = None) -> None:
 
 
 def is_known_to_all(error: Exception) -> bool:
-    """Return whether every rank was told of an error, so that one of them may report it for all."""
+    """Return whether every rank has received an error, so that one of them may report it for all."""
     return bool(getattr(error, _KNOWN, False))
 
 
@@ -319,7 +319,7 @@ _KNOWN = "_known_to_all_ranks"
 
 
 def known_to_all(error: Exception) -> Exception:
-    """Mark an error as one that every rank knows of, so that no rank is told twice."""
+    """Mark an error as one that every rank has received, so that it is not sent again."""
     setattr(error, _KNOWN, True)
     return error
 

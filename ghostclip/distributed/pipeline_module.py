@@ -128,7 +128,7 @@ class StagesClipper:
         self.reset()
 
     def drop_samples(self) -> None:
-        """Nothing shows per-sample gradients."""
+        """Do nothing: a pipeline stores no per-sample gradients."""
 
     def backward(self, loss: Tensor) -> None:
         """Refuse a backward from outside: the schedule runs it."""
@@ -154,7 +154,7 @@ class _Rosters(Roster):
 
     @property
     def changed(self) -> bool:
-        """Whether a forward of some stage has met other parameters than those of before."""
+        """Whether a forward of some stage has used other parameters than before."""
         return any(part.changed for part in self._parts)
 
     @changed.setter

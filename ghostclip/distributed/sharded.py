@@ -272,7 +272,7 @@ class ShardedModel:
         self._restore: list[Callable[[], None]] = []  # free what was gathered
         # whether the latest forward is proved although no rank has met anything new
         self._is_open = self._is_held = self._is_due = self._proves = self.proves_again = False
-        self.wants_proof = False  # whether this rank has met something new in a forward that was not one to be proved
+        self.wants_proof = False  # whether this rank's forward went a new way although none was to be proved
 
     def _buckets(self, model: nn.Module) -> list[Bucket]:
         """Return the buckets, in the order in which a backward completes them."""
@@ -383,14 +383,14 @@ class ShardedModel:
         return asks and able
 
     def may_prove(self) -> bool:
-        """Return whether all parameters are gathered to prove this forward; else ask for that in a later one."""
+        """Return whether all parameters are gathered to prove this forward; if not, have a later one proved."""
         # What a rank meets for the first time in another forward (an expert, or rows of a table of tokens, whose first
         # tokens come late) must not make it run or gather anything alone.
         self.wants_proof |= not self._is_held
         return self._is_held
 
     def prove_next(self) -> None:
-        """Make the next forward one to ask for evidence; called on all ranks."""
+        """Make the next forward one that is proved; called on all ranks."""
         self._is_due = True
 
     @contextmanager

@@ -101,7 +101,7 @@ class _Loss(nn.Module):
 
 
 class _UnknownBranchError(Exception):
-    """A branch on data is met whose way is not known; the only argument is its flag."""
+    """A branch on data was reached whose outcome is not known; the only argument is its flag."""
 
 
 class _Branches(TorchFunctionMode):

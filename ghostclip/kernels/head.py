@@ -268,7 +268,7 @@ class RowsAt(Collector):
         self._row_CUI, self._mass_CU = row_CUI, mass_CU
 
     def add_tile(self, tile: slice, g_CTK: Tensor) -> None:
-        """Form the rows that lie in a tile."""
+        """Form the gradients of the wanted rows that lie in a tile."""
         if g_CTK.is_meta:
             # Which rows lie where is not known: all are counted with the first tile.
             if tile.start == 0:

@@ -93,7 +93,7 @@ class Owner:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let copies and pickles be owned by nobody."""
+        """Return a copy or pickle that belongs to no process yet."""
         return (_nobody, ())
 
 

@@ -257,7 +257,7 @@ class Account:
         return bounds
 
     def noise_for(self, budget: Budget, sampling: Sampling, *, epochs: int, coordinates: int) -> float:
-        """Return the σ that meets a budget over some epochs from here on; tells the budget what is known to fit."""
+        """Return the σ that meets a budget over some epochs from here on; record in the budget what fits."""
         epochs = _validate.positive_int(epochs, "epochs")
         coordinates = max(coordinates, self.coordinates)
 

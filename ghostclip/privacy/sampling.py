@@ -74,7 +74,7 @@ class Sampling:
 
     @cached_property
     def records(self) -> str | None:
-        """Digest of a few records of what is sampled from, which are read once; None where nothing tells."""
+        """Digest of a few records of the data set, to know it again; None where there is none."""
         return content_digest(getattr(self.loader, "dataset", None))
 
     def examine(self) -> None:

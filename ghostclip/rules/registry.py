@@ -54,7 +54,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Captured:
-    """What a rule asks to be kept, and how it turns that into factors.
+    """What a rule stores of an operation, and the function that forms factors from it.
 
     Attributes:
         saved: Tensors the backward needs.
