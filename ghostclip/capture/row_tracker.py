@@ -102,16 +102,16 @@ class _RowsOf:
     """The sample of each row by tensor, as long as the tensor lives."""
 
     def __init__(self) -> None:
-        self.told = False  # whether anything was ever stored; most models leave the order of their rows alone
+        self.stored = False  # whether anything was ever stored; most models leave the order of their rows alone
         self._known: Any = None  # the table, once anything is stored
 
     def __setitem__(self, tensor: Tensor, rows: Tensor) -> None:
-        if not self.told:
-            self.told, self._known = True, _torch.weak_table()
+        if not self.stored:
+            self.stored, self._known = True, _torch.weak_table()
         self._known[tensor] = rows
 
     def get(self, tensor: Tensor) -> Tensor | None:
-        return self._known.get(tensor) if self.told else None
+        return self._known.get(tensor) if self.stored else None
 
 
 class RowTracker(TorchFunctionMode):
@@ -170,7 +170,7 @@ class RowTracker(TorchFunctionMode):
         self._count = self._counted = 0
         self._came_in = {id(tensor): _torch.version(tensor) for tensor in inputs}
         self.resized, self._calls, self.key, self._depth = resized, Calls(), (), 0
-        if self._rows.told:
+        if self._rows.stored:
             self._rows = _RowsOf()
         if len(self._columns):
             self._columns = _torch.weak_table()
@@ -204,7 +204,7 @@ class RowTracker(TorchFunctionMode):
         """Stop watching; the samples of tensors that still live stay known until the next forward."""
         if self._watched and self.active:
             self._seen = True
-            self._changed |= self._rows.told or len(self._columns) > 0
+            self._changed |= self._rows.stored or len(self._columns) > 0
             if not self._over:
                 self._last_asked = -1 if self._has_noted() or self.resized is not None else self._asked
         self._inputs, self._came_in, self.active = (), {}, False
@@ -223,11 +223,11 @@ class RowTracker(TorchFunctionMode):
                 return UNKNOWN_ORDER
             self._asked += 1
             self._over = self._may_end and self._asked == self._last_asked and not self._has_noted()
-        return self._rows.get(tensor) if self._rows.told else None
+        return self._rows.get(tensor) if self._rows.stored else None
 
     def _has_noted(self) -> bool:
         """Return whether the running forward did anything with rows that is to be remembered."""
-        return self._noted or self._rows.told or any(map(len, (self._columns, self._guessed, self._alternating)))
+        return self._noted or self._rows.stored or any(map(len, (self._columns, self._guessed, self._alternating)))
 
     def calls_since(self) -> int:
         """Return how many functions that may move rows were called since one ran on data that is not as it came."""
@@ -267,7 +267,7 @@ class RowTracker(TorchFunctionMode):
             self.key = self._calls.key(func)
         self._count += func in _MOVING and not self._depth
         # Inside of vmap no tensor has the samples' axis.
-        if (func not in _SEEN and not self._rows.told) or self._depth or _torch.transform() is not None:
+        if (func not in _SEEN and not self._rows.stored) or self._depth or _torch.transform() is not None:
             if ours and TrackedTensor in types and not _torch.active_modes():
                 # Whom torch would ask next.
                 return TrackedTensor.__torch_function__(func, types, args, kwargs)

@@ -291,7 +291,7 @@ def first_difference(
 
 
 def _undone(event: _Event, later: Sequence[_Event], mixed: Sequence[tuple[int, ...] | None]) -> bool:
-    """Return whether a module around an event returns rows in order: routed rows of experts only look mixed."""
+    """Return whether an outer module returns rows in order again, so that an event inside it (experts) is no mixing."""
     seen = {event.path} if event.is_output else set()
     for other, shape in zip(later, mixed, strict=True):
         around = not other.path or event.path == other.path or event.path.startswith(f"{other.path}.")

@@ -76,7 +76,7 @@ class OpenGates(_torch.DispatchMode):
         self._closed: list[tuple[Tensor, Tensor, float, int]] = []
 
     def __enter__(self) -> "OpenGates":
-        """Open them."""
+        """Change the parameters that hold one value throughout, such as a gate of zeros; `__exit__` restores them."""
         for number, tensor in enumerate(_tensors_of(self._model)):
             # In place, unseen by graphs that keep it: it is put back before their backward.
             part = _torch.part_of(tensor).data
@@ -88,7 +88,7 @@ class OpenGates(_torch.DispatchMode):
         return self
 
     def __exit__(self, *problem: object) -> None:
-        """Close them."""
+        """Restore what `__enter__` has changed."""
         super().__exit__(*problem)
         self._close(self._closed)
 

@@ -310,7 +310,7 @@ class Probe:
         )
 
     def _refuse_unsteady(self, use: ParamUse) -> None:
-        """Refuse a backward that makes another gradient of a sample's in other company."""
+        """Refuse a backward in which a sample's gradient depends on the other samples' gradients."""
         raise SampleMixingError(
             f"{self.describe_module(use.site.names[0])}: the gradient of one sample's outputs came to "
             f"{use.site.describe()} as another one when other samples' gradients came with it: a hook or a backward "

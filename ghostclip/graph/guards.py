@@ -36,14 +36,14 @@ class Watched:
     def __init__(self, model: nn.Module, names: Sequence[str], loss: Any, constants: Sequence[Tensor]) -> None:
         """Record tables, attributes and the forms of the tensors that the graph is given."""
         # `constants`: tensors that the graph holds; an attribute that had one must still have it.
-        self._slots = [_slot(model, name) for name in names]
-        self._about = [_about(owner[key]) for owner, key in self._slots]
+        self._slots = [_slot(model, name) for name in names]  # (table, key) of what the graph is given
+        self._about = [_about(owner[key]) for owner, key in self._slots]  # their forms
         # Modules and parameters, tied ones in each of their places: an optimizer knows them by identity.
         self._objects: list[tuple[dict[str, Any], str, Any]] = []
-        self._sizes: list[tuple[Any, int]] = []
-        self._keys: list[tuple[dict[str, Any], frozenset[str]]] = []
-        self._plain: list[tuple[Any, Any, Any]] = []
-        self._arrays: list[tuple[Any, Any, Any]] = []
+        self._sizes: list[tuple[Any, int]] = []  # (table or container, its length)
+        self._keys: list[tuple[dict[str, Any], frozenset[str]]] = []  # (a module's attributes, their names)
+        self._plain: list[tuple[Any, Any, Any]] = []  # (container, key, value) of other values
+        self._arrays: list[tuple[Any, Any, Any]] = []  # (container, key, copy) of arrays
         seen = set[int]()
         self._constants = frozenset(map(id, constants))
         self._modules = list(model.modules())

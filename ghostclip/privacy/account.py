@@ -36,7 +36,7 @@ from ghostclip.privacy.budget import (
     lacking,
     record_charges,
     refuse_unfit,
-    refuse_untold,
+    refuse_unsupported,
     released_bounds,
     replace_charges,
     replace_history,
@@ -136,7 +136,7 @@ class Account:
             return
         refuse_unfit(accountant)
         charges = charges_of(self.accountant)
-        refuse_untold(accountant, charges)
+        refuse_unsupported(accountant, charges)
         record_charges(accountant, charges)
         self.own = accountant
 
@@ -382,7 +382,7 @@ class Account:
             return
         self.accountant.require_whole()
         events = sampling.events(optimizer)
-        refuse_untold(self.own, events)
+        refuse_unsupported(self.own, events)
         for budget in self.budgets:
             if budget.when_spent == "raise":
                 budget.require(self.accountant, events, held=self._described())

@@ -170,7 +170,7 @@ def refuse_unfit(accountant: IAccountant) -> None:
         )
 
 
-def refuse_untold(custom: IAccountant | None, charges: Sequence[Charge]) -> None:
+def refuse_unsupported(custom: IAccountant | None, charges: Sequence[Charge]) -> None:
     """Refuse charges that an accountant with four methods cannot represent."""
     strange = () if custom is None else [charge[0] for charge in charges if isinstance(charge[0], str)]
     if strange:
@@ -194,7 +194,7 @@ def replace_history(custom: IAccountant | None, accountant: Accountant) -> None:
     if custom is None:
         return
     charges = charges_of(accountant)
-    refuse_untold(custom, charges)
+    refuse_unsupported(custom, charges)
     if len(custom) == 0:
         record_charges(custom, charges)
     else:
