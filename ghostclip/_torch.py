@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from itertools import chain, dropwhile, takewhile
@@ -289,16 +289,15 @@ def _of_output(hook: Callable[[Tensor], Tensor], number: int, grads: tuple[Any, 
     return (*grads[:number], hook(grads[number]), *grads[number + 1 :])
 
 
-def has_hooks(node: Any) -> bool:
-    """Return whether somebody has set hooks on a node itself: ``Node.register_prehook``, ``Node.register_hook``."""
-    # Not counting that of `hear_gradient`.
-    hooks: list[Any] = []
+def hooks_of_node(node: Any) -> Iterator[MutableMapping[Any, Callable[..., Any]]]:
+    """Yield what others have set on a node itself: ``Node.register_prehook``, ``Node.register_hook``."""
     for register in (node.register_prehook, node.register_hook):
-        # All hooks of one kind are in one dict, which a handle knows.
+        # All hooks of one kind are in one dict, which a handle knows. Not counting that of `hear_gradient`.
         handle = register(_nothing)
-        hooks += (handle.hooks_dict_ref() or {}).values()
+        hooks = handle.hooks_dict_ref() or {}
         handle.remove()
-    return any(hook is not _nothing and getattr(hook, "func", None) is not _of_output for hook in hooks)
+        if any(getattr(hook, "func", None) is not _of_output for hook in hooks.values()):
+            yield hooks
 
 
 def _nothing(*_: Any) -> None:

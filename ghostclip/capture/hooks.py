@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from ghostclip import _torch
+from ghostclip import _torch, _tree
 from ghostclip.errors import GhostClipError, UnsupportedModelError
 
 _UNTRACED: list[CodeType] = []
@@ -296,21 +296,22 @@ def hooks_set_on(nodes: Iterable[Any]) -> list[GradientHook]:
 
 
 def refuse_changes(node: Any, refuse: Callable[[], None]) -> None:
-    """Let hooks on a node's outputs look at gradients, and refuse changes: ``refuse`` raises in the backward."""
-    for hooks in hooks_at(node):
+    """Let hooks on a node and its outputs look at gradients, and refuse changes: ``refuse`` raises in the backward."""
+    for hooks in (*hooks_at(node), *_torch.hooks_of_node(node)):
         for number, hook in list(hooks.items()):
             if not isinstance(hook, _OnlyLooks):
                 hooks[number] = _OnlyLooks(hook, refuse)
 
 
 class _OnlyLooks:
-    """A hook that may not change a gradient."""
+    """A hook that may not change a gradient; one on a node is given several, and those that it makes of them."""
 
-    def __init__(self, hook: GradientHook, refuse: Callable[[], None]) -> None:
+    def __init__(self, hook: Callable[..., Any], refuse: Callable[[], None]) -> None:
         self.hook, self._refuse = hook, refuse
 
-    def __call__(self, grad: Tensor) -> None:
-        version = _torch.version(grad)
-        result = self.hook(grad)
-        if (result is not None and result is not grad) or _torch.version(grad) != version:
+    def __call__(self, *given: Any) -> None:
+        before = [(grad, _torch.version(grad)) for grad in _tree.tensors(given)]
+        result = self.hook(*given)
+        kept = result is None or [*map(id, _tree.leaves(result))] == [*map(id, _tree.leaves(given[0]))]
+        if not kept or any(_torch.version(grad) != version for grad, version in before):
             self._refuse()

@@ -92,10 +92,10 @@ _NORMALISED: Final = (
     "the weights with the targets."
 )
 _HOOKED: Final = (
-    "a hook between the model's outputs and a scalar loss {}. It may bring samples together or follow their number; "
-    "the graph that such a loss is read from does not show it. Write what it does into the samples' losses and call "
-    "clipper.backward(losses), or set it on the output of a layer, in the model's forward. Hooks that only look at "
-    "gradients may stay."
+    "a hook between the model's outputs and a scalar loss has changed a gradient (before {}). It may bring samples "
+    "together or follow their number; the graph that such a loss is read from does not show it. Write what it does "
+    "into the samples' losses and call clipper.backward(losses), or set it on the output of a layer, in the model's "
+    "forward. Hooks that only look at gradients may stay."
 )
 _FOLLOWING: Final = (
     "the loss goes through a scalar that the model computes over the batch, and whose gradient is neither a mean nor a "
@@ -229,19 +229,15 @@ def _outputs_below(begun: Iterable[Edge], nodes: Sequence[tuple[Any, list[Edge]]
 
 
 def refuse_changed_gradients(roots: Sequence[Any], forward: ForwardContext) -> None:
-    """Refuse hooks between a scalar loss and a model's outputs that change gradients, now or in the backward."""
-    # A hook on a node is refused now, one on a tensor once it has changed a gradient.
-    hooked = hooks_of_others() != forward.hooks_before
+    """Refuse hooks between a scalar loss and a model's outputs once they change a gradient, in the backward."""
     for node, inputs in above_outputs(map(edge_of, roots)):
         # A leaf's node is whose it is: a gradient ends there.
-        if inputs and _torch.has_hooks(node):
-            raise LossReductionError(_HOOKED.format(f"stands on a node of the graph ({node.name()})"))
-        if hooked:
+        if inputs:
             refuse_changes(node, partial(_refuse_hook, node.name()))
 
 
 def _refuse_hook(name: str) -> None:
-    raise LossReductionError(_HOOKED.format(f"has changed a gradient (before {name})"))
+    raise LossReductionError(_HOOKED.format(name))
 
 
 def refuse_hooks_of_layers(roots: Iterable[Any], forward: ForwardContext) -> None:
@@ -252,7 +248,7 @@ def refuse_hooks_of_layers(roots: Iterable[Any], forward: ForwardContext) -> Non
     """
     for node in nodes_behind([edge_of(root)[0] for root in roots]):
         use = node.metadata.get(METADATA_KEY)
-        if use is not None and _torch.has_hooks(node):
+        if use is not None and any(_torch.hooks_of_node(node)):
             location, name = forward.around.describe(use.site.names[0]), type(node).__name__
             raise UnsupportedModelError(_ON_A_LAYER.format(place=location, site=use.site.describe(), node=name))
 

@@ -65,17 +65,22 @@ def test_hook_that_mixes_samples_from_the_third_step_on_is_refused(place, scalar
 
 
 @pytest.mark.parametrize("kind", ["register_prehook", "register_hook"])
-def test_hook_on_a_node_below_a_scalar_is_refused(kind):
+@pytest.mark.parametrize("hook", [_mixes, _in_place])
+def test_hook_on_a_node_below_a_scalar_is_refused(hook, kind):
     model = _model()
     clipper = ghostclip.GhostClipper(model, max_grad_norm=C)
     between = model(_batch()).sin()
-    getattr(between.grad_fn, kind)(lambda *_: None)
-    with pytest.raises(LossReductionError, match=r"stands on a node of the graph \(SinBackward0\)"):
+    # Of the second kind is given what the node has made of gradients, and those.
+    getattr(between.grad_fn, kind)(lambda grads, *_: None if hook(grads[0]) is None else (hook(grads[0]),))
+    with pytest.raises(LossReductionError, match=r"has changed a gradient \(before SinBackward0\)"):
         clipper.backward(between.square().sum(1).mean())
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("scalar", [True, False])
-@pytest.mark.parametrize("way", ["looks", "removed", "retained", "on outputs", "returns it"])
+@pytest.mark.parametrize(
+    "way", ["looks", "a node's", "the module's", "removed", "retained", "on outputs", "returns it"]
+)
 def test_what_mixes_no_samples_is_exact(way, scalar, strategy):
     seen: list[Tensor] = []
 
@@ -84,17 +89,22 @@ def test_what_mixes_no_samples_is_exact(way, scalar, strategy):
         between = output.sin()
         if way == "looks":
             between.register_hook(seen.append)
+        elif way == "a node's":
+            between.grad_fn.register_hook(lambda given, out: seen.append(given) or given)
         elif way == "removed":
             between.register_hook(_mixes).remove()
         elif way == "retained":
             between.retain_grad()
         elif way == "returns it":
             between.register_hook(lambda grad: grad)
-        else:
+        elif way == "on outputs":
             output.register_hook(lambda grad: grad * 3)
         return between.square().sum(1)
 
     model, batch = _model(), {"x": _batch()}
+    if way == "the module's":
+        # torch sets it on a node behind the outputs.
+        model.register_full_backward_hook(lambda module, given, out: seen.append(out[0]))
     expected = clip_and_sum(per_sample_gradients(model, batch, losses, axes={}), C).clipped
     clipper = engine(strategy, loss_reduction="sum")(model, C)
     for _ in range(3):
@@ -103,4 +113,4 @@ def test_what_mixes_no_samples_is_exact(way, scalar, strategy):
         losses_B = losses(model, batch)
         clipper.backward(losses_B.sum() if scalar else losses_B)
         torch.testing.assert_close({name: p.grad for name, p in trainable(model).items()}, expected)
-    assert bool(seen) == (way == "looks")
+    assert bool(seen) == (way in ("looks", "a node's", "the module's"))
