@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from itertools import chain, dropwhile, takewhile
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
@@ -774,15 +774,15 @@ running_wrapper: Final[Callable[[], Any]] = DistributedDataParallel._get_active_
 _stances: list[Any] = []
 
 
-def stop_compiler(untraced: list[CodeType]) -> Any:
+def stop_compiler(untraced: list[str]) -> Any:
     """Stop the compiler from taking more frames: ``torch._dynamo.eval_frame`` and ``torch._C._dynamo.eval_frame``."""
-    # `untraced`: functions that it must never look into; emptied once it knows of them. Returns what `restart_compiler`
+    # `untraced`: modules that it must never look into; emptied once it knows of them. Returns what `restart_compiler`
     # wants back; None where the compiler was never loaded.
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
         return None
     while untraced:
-        dynamo.eval_frame.skip_code(untraced.pop())
+        dynamo.trace_rules.add(untraced.pop())
     callback = torch._C._dynamo.eval_frame.set_eval_frame(None)
     # Compiled parts of the model set a callback of their own; the stance tells them not to. What
     # torch.compiler.set_stance does, at a fifth of its cost, which every forward would pay.

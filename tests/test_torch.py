@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ghostclip import _torch
 from ghostclip.checks import linear_paths
+from tests import reference
 
 
 def _leaf(*shape: int) -> Tensor:
@@ -1047,31 +1048,34 @@ def test_a_compiler_that_was_stopped_twice_goes_on_after_the_last():
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
-def test_a_marked_function_is_not_traced_into():
+def test_the_graph_breaks_at_a_marked_function():
     torch._dynamo.reset()
-    ran: list[bool] = []
-
-    def inner(x: Tensor) -> Tensor:
-        ran.append(torch.compiler.is_compiling())
-        return x + 1
-
-    _torch.mark_untraced(inner, reason="a test")
-    untraced = [inner.__code__]
-    _torch.restart_compiler(_torch.stop_compiler(untraced))
-    assert not untraced
     graphs: list[object] = []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    function = torch.compile(lambda x: inner(x.sin()).cos(), backend=backend)
-    for _ in range(2):
-        function(torch.ones(3))
-    # The graph breaks there, and the function runs as Python, each time.
-    assert ran == [False, False]
-    assert len(graphs) == 2
+    def inner(x: Tensor) -> Tensor:
+        return x + 1
+
+    _torch.mark_untraced(inner, reason="a test")
+    torch.compile(lambda x: inner(x.sin()).cos(), backend=backend)(torch.ones(3))
+    # What a function runs as a frame of its own is another matter.
+    assert len(graphs) == 3
     torch._dynamo.reset()
+
+
+def test_modules_that_a_compiler_was_told_of_are_not_traced_into():
+    torch._dynamo.reset()
+    skipped, untraced = torch._dynamo.trace_rules.SKIP_DIRS, ["tests.reference"]
+    before = list(skipped)
+    _torch.restart_compiler(_torch.stop_compiler(untraced))
+    assert not untraced
+    assert torch._dynamo.trace_rules.check_file(reference.__file__).skipped
+    assert not torch._dynamo.trace_rules.check_file(__file__).skipped
+    skipped[:] = before
+    torch._dynamo.trace_rules._recompile_re()
 
 
 # ---------------------------------------------------------------- what spares the host calls

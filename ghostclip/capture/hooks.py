@@ -7,7 +7,8 @@ whether the call is still on the stack.
 
 ``torch.compile`` traces Python frames ahead of time; what a clipper does in a forward (substituting parameters,
 following rows, keeping inputs) happens as it runs. A compiled model therefore runs eagerly while a clipper watches it,
-and compiled otherwise: in evaluation, without gradients, or once the clipper is removed.
+and compiled otherwise: in evaluation, without gradients, or once the clipper is removed. Where a user compiles a whole
+step, what the library does in its backward and its update is left out.
 
 torch tells nobody which values of a graph have hooks. While anybody is attached, ``Tensor.register_hook`` is therefore
 replaced by one that leaves a note on the node that made the tensor; the hooks themselves are kept by torch alone. Hooks
@@ -18,7 +19,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Final
 from weakref import ref
 
@@ -30,7 +31,9 @@ from torch.utils.hooks import RemovableHandle
 from ghostclip import _torch, _tree
 from ghostclip.errors import GhostClipError, UnsupportedModelError
 
-_UNTRACED: list[CodeType] = []
+# What a step calls outside of a forward, during which the compiler is stopped.
+_STEP: Final = "accounting capture checks clipper clipping data distributed factors kernels noise optim privacy rules"
+_UNTRACED = [f"ghostclip.{room}" for room in _STEP.split()]
 # Called with a module and its positional and keyword inputs; returns what to run it on, None to keep them.
 Enter = Callable[[nn.Module, Any, Any], Any]
 # Called with these and the output, None where it raised; returns what to return in its place, None to keep it.
@@ -48,8 +51,7 @@ def suspend_compiler() -> Any:
 
 
 def untraced(function: Any) -> Any:
-    """Mark a function that the compiler must neither trace nor look into."""
-    _UNTRACED.append(function.__code__)
+    """Mark a function that the compiler must not look into, also when it is loaded later."""
     _torch.mark_untraced(function, reason="it substitutes parameters in a forward, which cannot be compiled")
     return function
 

@@ -229,6 +229,7 @@ _NO_SUM: Final = (
     "the loss is no sum over samples: several samples enter '{}' together, so removing one changes every other's "
     "gradient and no bound holds. {}"
 )
+_COMPILED: Final = "torch.compile hides whether the loss is a sum over samples: compute it outside of what is compiled."
 _VIEWS: Final = (
     " The model was called on {} rows, and values of {} rows were made of its outputs: if it was given several rows of "
     "each record together (views, or an anchor, a positive and a negative, put into one batch by torch.cat), call it "
@@ -327,7 +328,8 @@ class LossRows:
             if isinstance(leaf, nn.Parameter) and leaf.requires_grad:
                 raise UncoveredParameterError(_OUTSIDE.format(tuple(leaf.shape)))
         if not tried:
-            raise LossReductionError(_NO_SUM.format(in_words(end.name), self._advice))
+            compiled = end.name == "CompiledFunctionBackward"
+            raise LossReductionError(_COMPILED if compiled else _NO_SUM.format(in_words(end.name), self._advice))
         rows, size = (shape_at(end.edges[0]) or (0,))[0], self._forward.batch_size
         views = _VIEWS.format(size, rows) if 0 < rows < size and size % rows == 0 else ""
         raise SampleMixingError(f"{MIXED.format(self._where(end))}{views} {self._advice}")

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
+from ghostclip.errors import LossReductionError
 from tests.reference import clip_and_sum, per_sample_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -81,6 +83,27 @@ def test_compiled_model_is_exact(way):
     clipper.remove()
     assert torch.compiler.is_compiling() is False
     assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_loss_that_a_compiled_step_computes_is_refused_and_the_step_is_not_traced():
+    model = nn.Linear(4, 3).double()
+    data = TensorDataset(torch.randn(24, 4, dtype=torch.float64), torch.randint(3, (24,)))
+    private, optimizer, loader = ghostclip.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=6),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+
+    @torch.compile(backend="aot_eager")
+    def step(x, y):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(private(x), y).backward()
+        optimizer.step()
+
+    with pytest.raises(LossReductionError, match="compute it outside of what is compiled"):
+        step(*next(iter(loader)))
 
 
 def test_compiler_goes_on_afterwards():
