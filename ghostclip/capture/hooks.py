@@ -297,23 +297,23 @@ def hooks_set_on(nodes: Iterable[Any]) -> list[GradientHook]:
     return [hook.hook if isinstance(hook, _OnlyLooks) else hook for hook in all_hooks]
 
 
-def refuse_changes(node: Any, refuse: Callable[[], None]) -> None:
-    """Let hooks on a node and its outputs look at gradients, and refuse changes: ``refuse`` raises in the backward."""
+def refuse_changes(node: Any, error: Callable[[], Exception]) -> None:
+    """Let hooks on a node and its outputs look at gradients, and refuse changes in the backward, by an error."""
     for hooks in (*hooks_at(node), *_torch.hooks_of_node(node)):
         for number, hook in list(hooks.items()):
             if not isinstance(hook, _OnlyLooks):
-                hooks[number] = _OnlyLooks(hook, refuse)
+                hooks[number] = _OnlyLooks(hook, error)
 
 
 class _OnlyLooks:
     """A hook that may not change a gradient; one on a node is given several, and those that it makes of them."""
 
-    def __init__(self, hook: Callable[..., Any], refuse: Callable[[], None]) -> None:
-        self.hook, self._refuse = hook, refuse
+    def __init__(self, hook: Callable[..., Any], error: Callable[[], Exception]) -> None:
+        self.hook, self._error = hook, error
 
     def __call__(self, *given: Any) -> None:
         before = [(grad, _torch.version(grad)) for grad in _tree.tensors(given)]
         result = self.hook(*given)
         kept = result is None or [*map(id, _tree.leaves(result))] == [*map(id, _tree.leaves(given[0]))]
         if not kept or any(_torch.version(grad) != version for grad, version in before):
-            self._refuse()
+            raise self._error()

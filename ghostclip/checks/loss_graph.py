@@ -74,9 +74,9 @@ MAX_NODES: Final = 4096
 _TWO_AXES: Final = 2
 _FOREIGN: Final = (
     "the loss goes through a trainable parameter of shape {} that is no part of the private model: its gradient would "
-    "be neither clipped nor noised, and what it learns tells of the data. Put the module that holds it (a head, a "
-    "criterion with weights, a temperature) into the model that is made private; one that is not to be trained: "
-    "requires_grad_(False), or call it under torch.no_grad()."
+    "be neither clipped nor noised, and what it learns tells of the data. Put the module that holds it (an encoder in "
+    "front, a head, a criterion with weights, a temperature) into the model that is made private; one that is not to "
+    "be trained: requires_grad_(False), or call it under torch.no_grad(); what a generator has made: detach() it."
 )
 _CROSSED: Final = (
     "the loss pairs each of the {} samples with {} rows of something else: {}. If these are the targets, each sample's "
@@ -140,7 +140,8 @@ def refuse_beyond_outputs(
     nodes = above_outputs(map(edge_of, roots))
     for node, inputs in nodes:
         if not inputs and _is_foreign(node, is_own):
-            _refuse_foreign(roots, is_own)
+            ends = filter(leads_to_forward, linear_ends(map(edge_of, roots), is_output))
+            refuse_foreign((node for node, inputs in above_outputs(ends) if not inputs), is_own)
             break
     size = forward.batch_size
     if size == 1:
@@ -233,11 +234,7 @@ def refuse_changed_gradients(roots: Sequence[Any], forward: ForwardContext) -> N
     for node, inputs in above_outputs(map(edge_of, roots)):
         # A leaf's node is whose it is: a gradient ends there.
         if inputs:
-            refuse_changes(node, partial(_refuse_hook, node.name()))
-
-
-def _refuse_hook(name: str) -> None:
-    raise LossReductionError(_HOOKED.format(name))
+            refuse_changes(node, partial(LossReductionError, _HOOKED.format(node.name())))
 
 
 def refuse_hooks_of_layers(roots: Iterable[Any], forward: ForwardContext) -> None:
@@ -283,11 +280,10 @@ def _is_foreign(node: Any, is_own: Callable[[nn.Parameter], bool]) -> bool:
     return isinstance(leaf, nn.Parameter) and leaf.requires_grad and not is_own(leaf)
 
 
-def _refuse_foreign(roots: Sequence[Any], is_own: Callable[[nn.Parameter], bool]) -> None:
-    """Refuse such a parameter below a value that the loss is linear in and that leads to outputs."""
-    ends = filter(leads_to_forward, linear_ends(map(edge_of, roots), is_output))
-    for node, inputs in above_outputs(ends):
-        if not inputs and _is_foreign(node, is_own):
+def refuse_foreign(nodes: Iterable[Any], is_own: Callable[[nn.Parameter], bool] = lambda _: False) -> None:
+    """Refuse trainable parameters that are no part of the model, among nodes that its loss was computed from."""
+    for node in nodes:
+        if _is_foreign(node, is_own):
             raise UncoveredParameterError(_FOREIGN.format(tuple(_torch.leaf_of(node).shape)))  # type: ignore[union-attr]
 
 

@@ -18,6 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip import _torch, _validate
+from ghostclip.capture.nodes import nodes_behind
+from ghostclip.checks.loss_graph import refuse_foreign
 from ghostclip.distributed.agreement import Leaving, Share, noting
 from ghostclip.distributed.release import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
@@ -498,9 +500,11 @@ class DPOptimizer(WrappedOptimizer):
             raise DrawError(checks.not_drawn(rows, [draw.rows for draw in self._draws.waiting]))
         self._batch.note_rounds(match.rounds)
         inputs = self.clipper.inputs_noted
-        for one in inputs:
-            if one is not None and one.crossed is not None:
+        for one in filter(None, inputs):
+            if one.crossed is not None:
                 raise DrawError(checks.crossed(one.crossed))
+            if one.edges:
+                refuse_foreign(nodes_behind([edge.node for edge in one.edges]))
         traced = self._draws.trace(match, inputs)
         if isinstance(traced, Replay):
             raise DrawError(checks.replayed(traced, match.draws[0].number))
@@ -576,11 +580,10 @@ class DPOptimizer(WrappedOptimizer):
             self._undivided = self.divisor
             self._release(divide=False)
             self._unscaled = True
-        except SkipStep:
+        except BaseException as error:
             self._drop()
-        except BaseException:
-            self._drop()
-            raise
+            if not isinstance(error, SkipStep):
+                raise
 
     @torch.no_grad()
     def scale_grad(self) -> None:

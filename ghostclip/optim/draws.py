@@ -20,10 +20,12 @@ import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from ghostclip import _torch, _tree
 from ghostclip.checks.unchecked import CheckSchedule
@@ -185,6 +187,7 @@ class NotedInputs(NamedTuple):
     rows: int = 0
     crossed: Crossed | None = None
     carried: frozenset[int] = frozenset()  # numbers of earlier draws that forwards have computed some of them from
+    edges: Sequence[Any] = ()  # where gradients leave the model, by its inputs
 
 
 class HandedOut:
@@ -307,14 +310,16 @@ class DrawLog:
 
     def join(self, forwards: Sequence[NotedInputs]) -> NotedInputs:
         """Return what is known of all inputs behind a backward: orders of rows in the first ones, and now and then."""
+        inputs = itertools.chain(*map(attrgetter("tensors"), forwards))
+        edges = [*map(get_gradient_edge, filter(attrgetter("requires_grad"), inputs))]
         if len(forwards) == 1 and len(forwards[0].tensors) < 2:
-            return forwards[0]._replace(tensors=())
+            return forwards[0]._replace(tensors=(), edges=edges)
         draws = frozenset().union(*(one.draws for one in forwards))
         carried = frozenset().union(*(one.carried for one in forwards))
         alike = _of_kinds([rows for one in forwards for rows in self._rows_first(one)])
         self._several += bool(alike)
         crossed = crossed_in(alike) if alike and self._schedule.advance(self._several) else None
-        return NotedInputs(draws, crossed=crossed, carried=carried)
+        return NotedInputs(draws, crossed=crossed, carried=carried, edges=edges)
 
     def _rows_first(self, inputs: NotedInputs) -> list[Tensor]:
         """Return the inputs that have rows, along their first axis."""

@@ -22,10 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ghostclip.errors import CopyError, InvalidOptionError, TamperedGradientError, UncoveredParameterError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-    from torch import nn
     from torch.utils.hooks import RemovableHandle
 
     from ghostclip.clipper import GhostClipper
@@ -266,11 +262,8 @@ class Releases:
     def refuse_strangers(self, private: WrappedOptimizer) -> None:
         """Refuse a gradient in `p.grad` that is no release: the next release would overwrite it."""
         for p in private.params:
-            grad = p.grad
-            if grad is None or not p.requires_grad:
-                continue
             ours = self._ours.get(id(p))
-            if ours is None or ours() is not grad:
+            if p.grad is not None and p.requires_grad and (ours is None or ours() is not p.grad):
                 raise TamperedGradientError(
                     f"parameter '{private.name_of(p)}': its gradient was set between backward and step. The clipped "
                     "sum stays with the private optimizer until noise is in it, and what is put into p.grad before "

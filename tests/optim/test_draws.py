@@ -10,7 +10,7 @@ from torch import nn
 
 import ghostclip
 from ghostclip.data.physical_batches import BatchMemoryManager
-from ghostclip.errors import DrawError, InvalidOptionError
+from ghostclip.errors import DrawError, InvalidOptionError, UncoveredParameterError
 from ghostclip.optim.draws import Draw, DrawLog, Match, Replay
 from tests.engine.training import parameters_of, small_data, small_model
 from tests.private_run import PrivateRun
@@ -298,3 +298,41 @@ def test_several_passes_over_one_draw_or_several():
     assert ends(steps.trace([first], [first])) == {1}
     assert ends(steps.trace([first], [second])) == {2}
     assert ends(steps.trace([first], [first.clone()])) == {1, 2}
+
+
+def _in_front(inputs):
+    torch.manual_seed(3)
+    return nn.Linear(inputs.shape[1], inputs.shape[1], dtype=inputs.dtype)
+
+
+def test_a_step_on_inputs_that_a_trainable_module_has_made_is_refused():
+    run = Run()
+    before, (inputs, targets) = parameters_of(run.model), next(iter(run.loader))
+    run.backward((_in_front(inputs)(inputs), targets))
+    with pytest.raises(UncoveredParameterError, match=r"no part of the private model.*an encoder in front"):
+        run.optimizer.step()
+    assert torch.equal(parameters_of(run.model), before)
+    assert len(run.engine.accountant) == 0
+
+
+@pytest.mark.parametrize("way", ["frozen", "detached", "attacked"])
+def test_inputs_that_nothing_learns_from_are_released(way):
+    run = Run()
+    inputs, targets = next(iter(run.loader))
+    made = _in_front(inputs).requires_grad_(way == "detached")(inputs)
+    ways = {"frozen": made, "detached": made.detach(), "attacked": inputs.clone().requires_grad_()}
+    run.backward((ways[way], targets))
+    run.optimizer.step()
+    assert len(run.engine.accountant) == 1
+
+
+def test_a_generator_learns_through_the_model_between_releases():
+    run = Run()
+    for inputs, targets in run.loader:
+        front = _in_front(inputs)
+        run.backward((front(torch.ones_like(inputs)), targets))
+        assert front.weight.grad is not None
+        run.optimizer.zero_grad()
+        run.backward((inputs, targets))
+        run.optimizer.step()
+    assert len(run.engine.accountant) == len(run.loader)
