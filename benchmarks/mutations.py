@@ -153,7 +153,7 @@ MUTATIONS = (
     Mutation("numbers of their own", "all samples meet the same random numbers", "checks/batches.py",
              "[1 if axis in self._axes else size for", "[size for", "checks/test_batch_independence.py"),
     Mutation("hooks may mix", "a hook that changes gradients of a loss is refused", "capture/hooks.py",
-             "            self._refuse()\n", "            return\n",
+             "            raise self._error()\n", "            return\n",
              "clipping/test_hooks_on_losses.py capture/test_hooks_on_gradients.py"),
     Mutation("padding of graphs counts", "padding samples add nothing", "graph/rewrite.py",
              "torch.where(valid_B & certain_B, coef_B, 0.0)", "torch.where(certain_B, coef_B, 0.0)",

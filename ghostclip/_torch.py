@@ -355,10 +355,12 @@ overrides_on: Final[Callable[[], AbstractContextManager[None]]] = torch._C._Enab
 begin_mode: Final[Callable[[TorchFunctionMode], None]] = torch.overrides._push_mode
 
 
-def end_mode(mode: TorchFunctionMode) -> None:
+def end_mode(mode: TorchFunctionMode) -> bool:
     """End a mode if it is the innermost: ``torch.overrides._get_current_function_mode`` and ``_pop_mode``."""
-    if _get_current_function_mode() is mode:
+    is_innermost = _get_current_function_mode() is mode
+    if is_innermost:
         torch.overrides._pop_mode()
+    return is_innermost
 
 
 # How many modes see torch functions; one that is being asked does not: ``_len_torch_function_stack``.
@@ -793,6 +795,12 @@ def stop_compiler(untraced: list[str]) -> Any:
 @lru_cache(maxsize=1)
 def _eager(dynamo: Any) -> Any:
     return dynamo.eval_frame.DynamoStance("force_eager")
+
+
+def compiles() -> bool:
+    """Return whether a function was handed to ``torch.compile`` in this process: ``eval_frame.cached_backends``."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return dynamo is not None and any(backend is not None for backend in dynamo.eval_frame.cached_backends.values())
 
 
 def restart_compiler(stopped: Any) -> None:

@@ -11,15 +11,19 @@ import difflib
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import Parameter
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from ghostclip.errors import GhostClipError, InvalidOptionError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+_LARGEST: Final = sys.float_info.max
 
 
 def _number(value: object, name: str) -> float:
@@ -32,10 +36,10 @@ def _number(value: object, name: str) -> float:
         raise InvalidOptionError(f"{name}={value!r}: expected one number ({error}).") from error
 
 
-def _number_that(holds: Callable[[float], bool], must: str, value: object, name: str) -> float:
-    """Return a value as a float; refuse one of which something does not hold, with what it must be."""
+def _between(value: object, name: str, least: float, most: float, must: str, *, least_too: bool = False) -> float:
+    """Return a value as a float above one number (or at it, ``least_too``) and at most another; refuse any other."""
     number = _number(value, name)
-    if not holds(number):
+    if not (least < number <= most or (least_too and number == least)):
         raise InvalidOptionError(f"{name}={value!r}: must {must}.")
     return number
 
@@ -43,13 +47,13 @@ def _number_that(holds: Callable[[float], bool], must: str, value: object, name:
 def positive(value: object, name: str, *, allow_infinity: bool = False) -> float:
     """Check that 0 < value < ∞ (or ≤ ∞), and return it as a float."""
     if allow_infinity:
-        return _number_that(lambda number: number > 0, "be greater than 0", value, name)
-    return _number_that(lambda number: 0 < number < math.inf, "be finite and greater than 0", value, name)
+        return _between(value, name, 0, math.inf, "be greater than 0")
+    return _between(value, name, 0, _LARGEST, "be finite and greater than 0")
 
 
 def non_negative(value: object, name: str) -> float:
     """Check that 0 ≤ value < ∞, and return it as a float."""
-    return _number_that(lambda number: 0 <= number < math.inf, "be finite and at least 0", value, name)
+    return _between(value, name, 0, _LARGEST, "be finite and at least 0", least_too=True)
 
 
 def positive_int(value: object, name: str) -> int:
@@ -61,12 +65,12 @@ def positive_int(value: object, name: str) -> int:
 
 def fraction(value: object, name: str) -> float:
     """Check that 0 < value ≤ 1, as for a sampling rate or a share of memory, and return it as a float."""
-    return _number_that(lambda number: 0 < number <= 1, "be greater than 0 and at most 1", value, name)
+    return _between(value, name, 0, 1, "be greater than 0 and at most 1")
 
 
 def probability(value: object, name: str) -> float:
     """Check that 0 < value < 1, as for δ, and return it as a float."""
-    return _number_that(lambda number: 0 < number < 1, "lie strictly between 0 and 1", value, name)
+    return _between(value, name, 0, math.nextafter(1, 0), "lie strictly between 0 and 1")
 
 
 def choice(value: object, name: str, choices: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.substitution import Roster
 from ghostclip.checks.criterion import KnownLoss
+from ghostclip.checks.loop_record import LoopRecord
 from ghostclip.checks.loss_graph import refuse_following
 from ghostclip.checks.losses import probe_losses, prove_rows
 from ghostclip.checks.padding import Padded
@@ -213,10 +214,11 @@ class GhostClipper:
         with self._capture.doubted_if_refused():
             # First, as it lets go of what was held to be looked at.
             cut = None if self._reducer is None else self._reduce(self._reducer, loss)
-            if not per_sample:
-                self._examiner.examine(self._capture, [loss], [], [forward])
-            else:
-                self._examine_losses(loss)
+            with nullcontext() if LoopRecord.open is None else self._evidence.loop.looking_at_loss([loss], forward):
+                if not per_sample:
+                    self._examiner.examine(self._capture, [loss], [], [forward])
+                else:
+                    self._examine_losses(loss)
             self._run(loss, cut, per_sample=per_sample)
 
     def _run(self, loss: Tensor, cut: Cut | None, *, per_sample: bool) -> None:
@@ -453,7 +455,8 @@ class GhostClipper:
         Yields:
             The backwards that have ended so far, in order; `conclude` adds their sums, which are dropped otherwise.
         """
-        self._evidence.hands_on = loss_elsewhere
+        # What runs between the parts of a model is no loop of the user's.
+        self._evidence.hands_on, self._evidence.loop.is_on = loss_elsewhere, False
         try:
             with self._one_pass.holding(loss_elsewhere=loss_elsewhere) as pending:
                 yield pending
@@ -477,7 +480,8 @@ class GhostClipper:
             if any(forward.ends_on_mesh for forward in forwards):
                 refuse_lost_gradient(roots)
             refuse_two_sizes(forwards)
-            self._examiner.examine(self._capture, roots, grads, forwards)
+            with nullcontext() if LoopRecord.open is None else self._evidence.loop.looking_at_loss(roots, forwards[0]):
+                self._examiner.examine(self._capture, roots, grads, forwards)
             return
         output_grads = list(grads) or [None]
         if any(grad is None for grad in output_grads) or not all(map(is_output, map(edge_of, roots))):
@@ -592,6 +596,7 @@ class GhostClipper:
                 kept until the sums are forgotten.
         """
         self._capture.note_inputs = notes
+        self._evidence.loop.is_drawn, notes.on_batch = notes.is_drawn, self._evidence.loop.take_batch
 
     def note_padding(self, padded: Sequence[Padded]) -> None:
         """Let forwards be proved of the axes along which batches are padded to their longest record.
@@ -757,6 +762,8 @@ class GhostClipper:
 
     def rest(self) -> None:
         """See to it that the model has the parameters that an optimizer holds, not what was gathered from them."""
+        if LoopRecord.entered:
+            self._evidence.loop.end_record()
         if self._sharded is not None:
             self._sharded.rest()
 
@@ -811,6 +818,7 @@ class GhostClipper:
             >>> clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0)
             >>> clipper.remove()  # the model is an ordinary one again
         """
+        self._evidence.loop.end_record()
         self._capture.close()
         self._zero_grad.uninstall()
         self._store.release_samples()

@@ -1039,6 +1039,15 @@ def test_a_stopped_compiler_runs_compiled_functions_as_they_are():
     torch._dynamo.reset()
 
 
+def test_whether_a_function_was_handed_to_the_compiler():
+    torch.compiler.reset()
+    assert not _torch.compiles()
+    torch.compile(torch.sin, backend="eager")
+    assert _torch.compiles()
+    torch.compiler.reset()
+    assert not _torch.compiles()
+
+
 def test_a_compiler_that_was_stopped_twice_goes_on_after_the_last():
     torch._dynamo.reset()
     first, second = _torch.stop_compiler([]), _torch.stop_compiler([])

@@ -207,9 +207,7 @@ LOSSES: dict[str, Loss] = {
     "weights of each record": Loss(lambda m, x, y: _weighted(m, x, y).mean(), reference=_alone(_weighted)),
     "weights over the batch's sum": Loss(_batch_weights),
     "weights of classes": Loss(_fixed_class_weights),
-    "weights from the batch's classes": Loss(
-        _class_balanced, unseen="losses are weighted by numbers that were counted over the batch's labels"
-    ),
+    "weights from the batch's classes": Loss(_class_balanced),
     "InfoNCE": Loss(_info_nce, make=encoder),
     "pairwise ranking": Loss(_pairwise),
     "hardest half": Loss(_hardest),
@@ -228,8 +226,8 @@ LOSSES: dict[str, Loss] = {
         lambda m, x, y: _each(m, x, y).mean() / _each(m, x, y).mean().item(),
         unseen="losses are divided by a number of the batch, refused in the first step in which it changes",
     ),
-    "mixup": Loss(_mixup, unseen="each input is mixed with another record's before the model"),
-    "centred inputs": Loss(_contrast_in_inputs, unseen="the batch's mean is taken from each input before the model"),
+    "mixup": Loss(_mixup),
+    "centred inputs": Loss(_contrast_in_inputs),
     "gradient penalty": Loss(_gradient_penalty),
     "augmented rows": Loss(_augmented),
     "interleaved rows": Loss(_interleaved),

@@ -20,10 +20,10 @@ from tests.loops.ranks import see_on_ranks
 _LEFT_OUT = 6
 _OUT_OF_SIGHT = (
     "What a private optimizer bounds is what each row adds to the sum, and whose row it is it takes from the "
-    "loader. A loop that has put other records into a row before the model sees it (their inputs, their labels, or "
-    "numbers that were computed from them and enter the loss as constants) hands over rows that are nobody's alone: "
-    "each is clipped, but leaving one record out changes several. No engine that sees the model, the loss and the "
-    "optimizer can tell such a row from another, so these loops are neither exact nor wrong here. Their noise and "
+    "loader. A loop that pairs inputs with other records' labels, or has put other records into a row out of torch's "
+    "sight, hands over rows that are nobody's alone: each is clipped, but leaving one record out changes several. No "
+    "engine that sees the model, the loss and what the loop calls of torch can tell such a row from another, so these "
+    "loops are neither exact nor wrong here. Their noise and "
     "their account are still judged. They are declared by a flag with its reason, in the tables of what the search "
     "combines, whatever comes out.\n"
 )

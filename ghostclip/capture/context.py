@@ -69,11 +69,16 @@ class ModuleCall(NamedTuple):
 class InputNotes(Protocol):
     """Whoever notes the inputs of forwards that take in samples."""
 
+    on_batch: Callable[[], object] | None  # called as a batch is handed out
+
     def note(self, tensors: Sequence[Tensor], rows: int) -> Any:
         """Return a note on the tensors that a forward takes in, with the number of its samples."""
 
     def hand_on(self, output: Tensor) -> None:
         """Note a tensor that a forward returns."""
+
+    def is_drawn(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is known to be of a batch that was drawn."""
 
     def join(self, forwards: Sequence[Any]) -> Any:
         """Return a note on a backward from those on the forwards behind it."""
@@ -81,6 +86,8 @@ class InputNotes(Protocol):
 
 class Prover(Protocol):
     """Prover that forwards are read right."""
+
+    records: bool  # whether what is done with a forward's outputs is recorded
 
     def begin(self, capture: "CaptureContext", call: ModuleCall, inputs: Sequence[Tensor]) -> None:
         """Look at a forward before it runs."""
@@ -90,6 +97,9 @@ class Prover(Protocol):
 
     def watching_backward(self, capture: "CaptureContext") -> AbstractContextManager[None]:
         """Return a context for a backward that trains, in which nothing may write state."""
+
+    def record_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Note what is done with the outputs of a forward that was looked at."""
 
     def renew(self) -> None:
         """Ask for all evidence again, as the model was changed."""
@@ -395,6 +405,9 @@ class CaptureContext:
                 left = self._end(ModuleCall(module, args, kwargs), captured, failed=failed)
             finally:
                 self._let_compile()
+            if self._prover is not None and self._prover.records and not failed:
+                outputs = outputs_of(captured if left is None else left)
+                self._prover.record_outputs([leaf for leaf in outputs if leaf.requires_grad])
         return captured if left is None and captured is not output else left
 
     def _end(self, call: ModuleCall, output: Any, *, failed: bool) -> Any:

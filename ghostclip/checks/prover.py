@@ -48,6 +48,7 @@ from ghostclip.checks.independence import (
     tensors_in,
 )
 from ghostclip.checks.linear_paths import Path
+from ghostclip.checks.loop_record import Loop, LoopRecord
 from ghostclip.checks.loss_graph import (
     Sizes,
     Unheard,
@@ -99,6 +100,7 @@ class Evidence:
         self._may_exchange = in_parts or self._splits_sequences
         self.unchecked = Unchecked(numbers)  # what could not be asked
         self.loss_sizes: Sizes = {}  # what was seen of losses: see `ghostclip.checks.loss_graph`
+        self.loop = Loop(self.unchecked, is_on=probes and not self._may_exchange)  # that calls the model
         self.padding = Padding()  # what is known of axes that are as long as the longest sample of a batch
         # returns how many of a forward's samples are no copies of others; None where none are
         self.records_of: Callable[[int], int] | None = None
@@ -116,6 +118,8 @@ class Evidence:
         self._proving = False
         # Whether it is run more often than the user has it run.
         self._reruns = False
+        # Whether what is done with its outputs is recorded.
+        self.records = False
         self._state: ModuleState | None = None  # what the modules held before the forward that runs
         self._rehearsed: _Rehearsed | None = None  # what a rehearsal of it has shown
         # The tensors that the forward that runs was called with, and their versions.
@@ -166,6 +170,10 @@ class Evidence:
         self._undecided = None in refusals
         forward.alone = refusals == [""] and forward.losses[0].node is edge_of(root)[0]
         forward.refusal = next(filter(None, refusals), "")
+
+    def record_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Note what a loop does with the outputs of a forward that was looked at."""
+        self.loop.take_outputs(outputs)
 
     def proved_loss(self, root: Any, forward: ForwardContext) -> None:
         """Record that a loss was proved, unless its forward counts as no evidence."""
@@ -232,6 +240,8 @@ class Evidence:
         if not self._splits_sequences:
             refuse_split_positions(capture.model)
         forward = capture.forward
+        if LoopRecord.open is not None:
+            self.loop.look_at_inputs(inputs, forward)
         records = forward.batch_size if self.records_of is None else self.records_of(forward.batch_size)
         forward.proves = records > 1
         forward.unproven = self.unchecked.begin(forward.batch_size, probes=self.probes, records=records)
@@ -246,6 +256,7 @@ class Evidence:
         # In these it runs more often than the user has it run.
         self._reruns = reruns = due or (capture.gathering is None and self.probes and self.padding.is_pending())
         self._state = state = _state_of(capture, call, outside=reruns) if reruns or self._remembers else None
+        self.records = capture.gathering is None and (reruns or self.loop.record is not None)
         if watch is not None:
             watch.begin(proves=due)
         self._randomness = Randomness(_used(capture, call)) if due else None

@@ -105,6 +105,11 @@ class Unchecked:
         self.is_scheduled_again = due and self.forwards > 1
         return due
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next forward is one to ask about."""
+        return self._schedule.is_due(self.forwards + 1)
+
     def renew(self) -> None:
         """Forget all proofs, so that the next forward is proved: the model was changed."""
         self.forwards, self._schedule = 0, CheckSchedule(self._numbers)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -236,6 +236,7 @@ class DrawLog:
     def __init__(self, *, once_a_pass: bool = False) -> None:
         # whether a private optimizer uses the draws, so that unused ones are what is left to train on
         self.claimed = False
+        self.on_batch: Callable[[], object] | None = None  # called as a batch is handed out
         self.axis = 0  # of the rows of a batch's tensors
         # releases whose inputs were known to be of their draws, and those of which rows were counted alone
         self.known = self.counted = 0
@@ -253,6 +254,10 @@ class DrawLog:
         self._delivered: int | None = None
         self._pass_begun = 0
         self._complete = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: nobody is told of its batches."""
+        return {**vars(self), "on_batch": None}
 
     def begin_pass(self) -> None:
         """Note that a pass over the data begins; unused draws of an abandoned one are forgotten."""
@@ -288,6 +293,12 @@ class DrawLog:
         if self.claimed and self._delivered and self._delivered <= len(self._draws):
             tensors = _tree.tensors(batch, into_objects=_INTO_OBJECTS)
             self._handed_out.note(tensors, self._draws[self._delivered - 1].number)
+            if self.on_batch is not None:
+                self.on_batch()
+
+    def is_drawn(self, tensor: Tensor) -> bool:
+        """Return whether a tensor was handed out with a draw."""
+        return self._handed_out.draw_of(tensor) is not None
 
     def note(self, tensors: Sequence[Tensor], rows: int) -> NotedInputs:
         """Return what is known of a forward's inputs."""

@@ -167,7 +167,9 @@ def test_factors_of_several_values_that_follow_the_batch(factor):
     for name, loss_of in SEVERAL.items():
         with pytest.raises(LossReductionError) as caught:
             _steps(_Attack(), loss_of, factor)
-        assert "that held other values in earlier steps" in str(caught.value), name
+        # In the first step where the loop shows it, else where it changes.
+        said = str(caught.value)
+        assert "half of the samples were replaced" in said or "that held other values in earlier steps" in said, name
 
 
 def test_factors_of_several_values_that_are_public():

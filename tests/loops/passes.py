@@ -15,7 +15,7 @@ from ghostclip import GhostClipper, PhysicalBatches
 from ghostclip.optim import DPOptimizer
 
 # Frames between a loop and torch's backward that are nobody's wish: torch's methods, and the engine's look at losses.
-_TRANSPARENT = ("torch.", "ghostclip.capture.backward_entry", __name__)
+_TRANSPARENT = ("torch.", "ghostclip.capture.backward_entry", "ghostclip.checks.loop_record", __name__)
 
 
 class Passes:

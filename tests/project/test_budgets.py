@@ -22,12 +22,12 @@ from tests.project.source import tree_of
 ROOT = Path(ghostclip.__file__).parent
 # Lines of code (no docstring, comment or blank line) of each room; "." is what lies beside the rooms.
 ROOMS = {
-    ".": 2_795, "accounting": 1_620, "audit": 465, "capture": 5_625, "checks": 4_347, "clipping": 3_140,
+    ".": 2_810, "accounting": 1_620, "audit": 465, "capture": 5_635, "checks": 4_665, "clipping": 3_140,
     "commands": 440, "compat": 675, "data": 1_480, "distributed": 1_845, "facade": 621, "factors": 1_525,
     "finetune": 1_480, "graph": 2_145, "integrations": 1_505, "kernels": 2_220, "mechanisms": 495, "noise": 895,
-    "optim": 1_290, "planning": 850, "privacy": 1_830, "rules": 1_270, "scaling": 685, "validation": 1_745,
+    "optim": 1_300, "planning": 850, "privacy": 1_830, "rules": 1_270, "scaling": 685, "validation": 1_745,
 }  # fmt: skip
-FILES, SMALL_FILES, SMALL = 200, 30, 60
+FILES, SMALL_FILES, SMALL = 201, 30, 60
 # Of a steady step with the whole engine, for batches whose size was met before: calls of our functions, and files.
 WAYS = {"linear": (780, 80), "mlp": (900, 80)}
 # Rooms of what such a step does without.

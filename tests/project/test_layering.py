@@ -83,6 +83,7 @@ ORDERED = {
         "unchecked",
         "independence",
         "criterion",
+        "loop_record",
         "state",
         "probe",
         "loss_graph",

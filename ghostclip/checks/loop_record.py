@@ -1,0 +1,431 @@
+"""What a loop of one's own does around a checked forward: the torch functions that it calls, to be run again.
+
+Inputs that were mixed, a weight that was normalised over the batch, a rank, a mask of the largest losses, the counts of
+the batch's labels: no gradient leads through them from one sample to the other, and the loss's graph shows a number for
+each sample and not where it comes from. What the loop calls is therefore recorded, from the batch that a private loader
+hands out, or from the forward on, to the backward. It is run again with half of the samples replaced by copies of
+others, in batch and outputs: the model's inputs of the other samples may not change, nor may their losses and the
+gradients that their outputs receive.
+
+What leaves torch on the way (NumPy, a number that was read, a function that torch cannot see) is a constant here. So is
+what has as many rows as there are samples, is not known to be of the batch, and without which nothing changes.
+
+Shape letter: B samples.
+"""
+
+import random
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ghostclip import _torch, _tree
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.checks.batches import Batch, unnoticed
+from ghostclip.checks.dependence import batch_axis_of, of_samples
+from ghostclip.checks.independence import TOLERANCE
+from ghostclip.checks.unchecked import Unchecked
+from ghostclip.errors import LossReductionError, SampleMixingError
+
+_REFUSED: Final = (
+    "the loss: the loss of one sample, or the gradient of its output, changed when half of the samples were replaced "
+    "in outputs and targets, although no gradient leads from one to the other: it weighs, centres, ranks or selects "
+    "samples by what is in the batch, or counts over it. Without one sample all others' gradients would change, and no "
+    "clipping bounds that. Compute each sample's loss from its own output and target, with weights that are public "
+    "constants."
+)
+_MIXED_INPUTS: Final = (
+    "an input of the model was computed from the batch, and one sample's rows changed when others were replaced: they "
+    "were mixed, ranked, centred or scaled by what is in the batch (mixup, a mean or a deviation over the batch). "
+    "Compute each sample's input from its own record, with constants that are public, as those of a fixed data set."
+)
+# Tensors of one record; a loop that makes more than that is not recorded.
+_MOST: Final = 4096
+# How many times as large some samples are, as behind gates.
+_LOUDER: Final = 8.0
+# Sums by which a row is known again.
+_SUMS: Final = 4
+# Of larger tensors (logits of a language model) as many samples are looked at as have so many elements.
+_LARGE: Final = 1 << 16
+_BACKWARDS: Final = frozenset({Tensor.backward, torch.autograd.backward})
+_IN_PLACE: Final = re.compile("(.*[^_]_)|__(setitem|i[a-z]+)__")
+
+
+@_tree.leaf
+class _At(int):
+    """Stands for the tensor of a number."""
+
+
+class _Call(NamedTuple):
+    """One call of a torch function."""
+
+    func: Callable[..., Any]
+    arguments: Any  # positional and keyword ones, with numbers for tensors
+    takes: frozenset[int]  # these numbers
+    makes: list[int]  # those of what it returned
+    graded: bool  # whether gradients were on
+    cast: tuple[str, torch.dtype | None]  # the device's type, and what autocast computed with there
+    writes: bool  # whether it writes to what it was given
+
+
+class _Given(NamedTuple):
+    """A tensor that came from elsewhere."""
+
+    tensor: Tensor  # or a copy from before it was written to
+    version: int
+    is_drawn: bool  # whether it is known to be of a batch
+
+
+class LoopRecord(TorchFunctionMode):
+    """Record of the torch functions that a loop calls on a batch, and on what a forward made of it."""
+
+    # The one that records, until a backward or another forward begins, and those that torch still calls.
+    open: ClassVar["LoopRecord | None"] = None
+    entered: ClassVar[list["LoopRecord"]] = []
+
+    def __init__(self, is_drawn: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self._is_drawn = is_drawn
+        self.calls: list[_Call] = []
+        self.given: dict[int, _Given] = {}  # by number
+        self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by a tensor's `id`: itself, and its number
+        self._outside: set[int] = set()  # numbers of what was made without gradients
+        self._is_open, self._last = False, 0
+
+    def begin(self, outputs: Sequence[Tensor] = ()) -> None:
+        """Record from now on; ``outputs``: of a forward that has ended."""
+        # Not where modes of others are on, which may end before this one, nor where functions are compiled, which would
+        # be so for this mode, and again without it.
+        self.end()
+        if not (_torch.active_modes() or _torch.compiles()):
+            for output in outputs:
+                self._give(output)
+            LoopRecord.open = self
+            self.entered.append(self)
+            self._is_open = True
+            _torch.begin_mode(self)
+
+    @classmethod
+    def end(cls) -> "LoopRecord | None":
+        """Record no more; return the record."""
+        # Where a backward is under way inside of the mode, torch puts it back once that is over.
+        record, cls.open = cls.open, None
+        if record is not None:
+            record._is_open = False
+        while cls.entered and not cls.entered[-1]._is_open and _torch.end_mode(cls.entered[-1]):
+            cls.entered.pop()
+        return record
+
+    def clear(self) -> None:
+        """Let go of all tensors."""
+        self.calls, self.given, self._numbers = [], {}, {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run any function, and note it."""
+        kwargs = kwargs or {}
+        if not self._is_open or func in _BACKWARDS or func is torch.autograd.grad:
+            self._is_open = self._is_open and func not in _BACKWARDS
+            return func(*args, **kwargs)
+        writes = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", "")))
+        try:
+            # Before it runs: it may change either.
+            graded, arguments = torch.is_grad_enabled(), _tree.mapped(self._noted, (args, kwargs))
+            if writes and args and isinstance(args[0], Tensor):
+                self._copy(args[0])
+        except RuntimeError:
+            # Of tensors of inference mode nobody knows the version.
+            self._is_open = False
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        takes, made = (
+            frozenset(int(leaf) for leaf in _tree.leaves(arguments) if type(leaf) is _At),
+            _tree.tensors(result),
+        )
+        if takes and (made or writes):
+            makes, kind = [self.number_of(tensor) for tensor in made], made[0].device.type if made else "cpu"
+            cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
+            self.calls.append(_Call(func, arguments, takes, makes, graded, (kind, cast), writes))
+            self._outside.update(() if graded else makes)
+        # What exchanges something with other ranks must not run again.
+        self._is_open = self._last < _MOST and "c10d" not in str(func)
+        return result
+
+    def _noted(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.requires_grad and self.knows(leaf) and self.number_of(leaf) in self._outside:
+            # A custom autograd function, of which the inside was seen, has put it into the graph.
+            del self._numbers[id(leaf)]
+        if not self.knows(leaf):
+            self._give(leaf)
+        return _At(self.number_of(leaf))
+
+    def _give(self, tensor: Tensor) -> None:
+        self.given[self.number_of(tensor)] = _Given(tensor, _torch.version(tensor), self._is_drawn(tensor))
+
+    def _copy(self, tensor: Tensor) -> None:
+        """Copy what came from elsewhere before it is written to."""
+        number = self.number_of(tensor)
+        if number in self.given and self.given[number].tensor is tensor:
+            copy = tensor.clone()
+            self.given[number] = self.given[number]._replace(tensor=copy, version=_torch.version(copy))
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has a number."""
+        return id(tensor) in self._numbers and self._numbers[id(tensor)][0]() is tensor
+
+    def number_of(self, tensor: Tensor) -> int:
+        """Return the number of a tensor, a new one where it has none."""
+        if not self.knows(tensor):
+            self._last += 1
+            self._numbers[id(tensor)] = weakref.ref(tensor), self._last
+        return self._numbers[id(tensor)][1]
+
+    def replay(self, roots: Sequence[Any], batch: Batch) -> "LoopReplay | None":
+        """Return what some tensors were computed by, to be computed again; None where it is not known of all."""
+        if not roots or not all(isinstance(root, Tensor) and self.knows(root) and not root.is_meta for root in roots):
+            return None
+        try:
+            return LoopReplay(self, self._needed({self.number_of(root) for root in roots}), roots, batch)
+        except Exception:  # noqa: BLE001 - of tensors that have no values
+            return None
+
+    def made(self, tensor: Tensor) -> bool:
+        """Return whether a tensor was computed, or written to, by what was recorded."""
+        return self.knows(tensor) and not self._is_given(tensor)
+
+    def _is_given(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is as it came from elsewhere."""
+        number = self.number_of(tensor)
+        return number in self.given and self.given[number].tensor is tensor
+
+    def _needed(self, numbers: set[int]) -> list[_Call]:
+        """Return the calls that some tensors were computed by; where any writes to a tensor, all of them."""
+        if any(call.writes for call in self.calls):
+            return self.calls
+        needed: list[_Call] = []
+        for call in reversed(self.calls):
+            if not numbers.isdisjoint(call.makes):
+                needed.append(call)
+                numbers |= call.takes
+        return needed[::-1]
+
+
+def _may_be_whole(given: _Given) -> bool:
+    """Return whether a tensor with as many rows as samples may have none of theirs."""
+    # What is in the graph was computed from the samples; class labels come more than once.
+    tensor = given.tensor
+    differ = tensor.is_floating_point() or len(tensor.unique()) == tensor.numel()
+    return differ and not tensor.requires_grad and not given.is_drawn
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Return the largest absolute value, without a copy of all."""
+    return torch.linalg.vector_norm(values, float("inf"))
+
+
+class LoopReplay:
+    """What was recorded, to be computed with other samples."""
+
+    def __init__(self, record: LoopRecord, calls: Sequence[_Call], roots: Sequence[Tensor], batch: Batch) -> None:
+        axis_of = partial(batch_axis_of, batch_size=batch.size, axis=batch.axis)
+        self._calls, self._roots, self._seed, self._size = calls, roots, batch.seed, batch.size
+        self._numbers = [record.number_of(root) for root in roots]
+        used = frozenset[int]().union(*(call.takes for call in calls))
+        noted = {number: one for number, one in record.given.items() if number in used}
+        self._tensors = {number: one.tensor for number, one in noted.items()}
+        self._is_stale = any(_torch.version(one.tensor) != one.version for one in noted.values())
+        # Of what has samples, the axis: parameters have none.
+        axes = {n: None if t.is_leaf and t.requires_grad else axis_of(t) for n, t in self._tensors.items()}
+        self._axes = {number: axis for number, axis in axes.items() if axis is not None}
+        self._ends = [n for n, tensor in self._tensors.items() if tensor.requires_grad and not tensor.is_leaf]
+        self._compared = [*map(axis_of, roots), *(axes[number] for number in self._ends)]
+        self._whole = [number for number in self._axes if _may_be_whole(noted[number])]
+        dtypes = {*(tensor.dtype for tensor in (*self._tensors.values(), *roots)), *(call.cast[1] for call in calls)}
+        self._tolerance = max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=0.0)
+        elements = sum(self._tensors[number].numel() for number in self._axes)
+        self._few = max(2, min(batch.size, batch.size * _LARGE // max(elements, 1)))
+        if self._few < batch.size:
+            # The others are let go of.
+            self._tensors |= {n: of_samples(self._tensors[n], range(self._few), axis) for n, axis in self._axes.items()}
+        self._base: list[Tensor] = []
+
+    def mixes(self) -> bool:
+        """Return whether samples follow each other, as far as it is known."""
+        return self._look(self._changes)
+
+    def fate(self) -> str:
+        """Return what became of samples: "mixed", "moved" to other places, or nothing that shows."""
+        if not self._look(self._changes):
+            return ""
+        return "mixed" if self._look(self._mixes_rows) else "moved"
+
+    def _look(self, differs: Callable[[Sequence[int]], bool]) -> bool:
+        """Return whether something differs when samples are replaced, as far as it is known."""
+        with unnoticed(self._tensors.values()) as self._before:
+            try:
+                if not self._is_as_recorded() or not differs(()):
+                    return False
+                return not self._whole or differs(self._whole)
+            except Exception:  # noqa: BLE001 - it is the user's code
+                return False
+
+    def _is_as_recorded(self) -> bool:
+        """Return whether everything comes out as it did, if it can: it may draw numbers, or be of fewer samples."""
+        self._base = self._run(range(self._few), (), torch.ones(self._few))
+        if self._before.drawn():
+            return bool(self._base) and not self._is_stale
+        for one, root, axis in zip(self._base, self._roots, self._compared, strict=False):
+            # Of fewer samples one loss for all is another one.
+            were = root if axis is None or self._few == self._size else of_samples(root, range(self._few), axis)
+            is_known = axis is not None or self._few == self._size
+            if is_known and not torch.allclose(one, were.detach(), rtol=1e-3, atol=1e-6):
+                return False
+        return bool(self._base) and (self._few == self._size or not self._is_stale)
+
+    def _changes(self, whole: Sequence[int]) -> bool:
+        """Return whether samples' values or gradients change when others are replaced; ``whole``: not in these."""
+        return any(
+            bool(_largest(one[rest] - other[rest]) > self._tolerance * _largest(one))
+            for rest, one, other in self._neighbours(whole)
+        )
+
+    def _mixes_rows(self, whole: Sequence[int]) -> bool:
+        """Return whether fewer samples than stay in the batch have the same values, in whatever places."""
+        # Rows are compared by a few sums of theirs. Where random numbers are drawn, those of another place are others.
+        for rest, one, other in self._neighbours(whole):
+            rows = torch.stack([one, other]).flatten(2)
+            weights = torch.randn(rows.shape[2], _SUMS, generator=torch.Generator().manual_seed(0), dtype=rows.dtype)
+            was, now = rows @ weights.to(rows.device)
+            same = torch.cdist(was, now, p=float("inf")) <= self._tolerance * was.abs().max()
+            if int(same.any(1).sum()) < len(rest):
+                return not self._before.drawn()
+        return False
+
+    def _neighbours(self, whole: Sequence[int]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Yield, of neighbouring batches, which samples stayed, and values, samples first: before, now."""
+        every = range(self._few)
+        numbers = random.Random(self._seed)
+        for factor in (1.0, _LOUDER):
+            drawn = numbers.sample(every, len(every) // 2)
+            for gone in (drawn, [sample for sample in every if sample not in drawn]):
+                rest = [sample for sample in every if sample not in gone]
+                order, factors = list(every), torch.ones(self._few)
+                for place, sample in enumerate(gone):
+                    order[sample], factors[sample] = rest[place % len(rest)], factor
+                try:
+                    now = self._run(order, whole, factors)
+                except Exception:
+                    if factor == 1:
+                        raise
+                    # A loss may take no values of that size.
+                    return
+                for axis, one, other in zip(self._compared, self._base, now, strict=True):
+                    if axis is not None:
+                        pair = one.movedim(axis, 0), other.movedim(axis, 0)
+                        yield rest, *(pair if one.is_floating_point() else (part.double() for part in pair))
+
+    def _run(self, samples: Sequence[int], whole: Sequence[int], factors: Tensor) -> list[Tensor]:
+        """Return what comes out for some samples, each in a place, and the gradients of what is in the graph."""
+        # `factors`: of the samples' values in the graph.
+        self._before.restore()
+        axes = {number: axis for number, axis in self._axes.items() if number not in whole}
+        given = {n: of_samples(t, samples, axes[n]) if n in axes else t for n, t in self._tensors.items()}
+        for number in axes.keys() & set(self._ends):
+            given[number].movedim(axes[number], -1).mul_(factors.to(given[number]))
+        given = {number: tensor.detach().requires_grad_(number in self._ends) for number, tensor in given.items()}
+        with torch.enable_grad():
+            written = any(call.writes for call in self._calls)
+            values = {number: tensor.clone() for number, tensor in given.items()} if written else dict(given)
+            for call in self._calls:
+                args, kwargs = _tree.mapped(lambda leaf: values[leaf] if type(leaf) is _At else leaf, call.arguments)
+                kind, cast = call.cast
+                with torch.set_grad_enabled(call.graded), torch.autocast(kind, dtype=cast, enabled=cast is not None):
+                    made = _tree.tensors(call.func(*args, **kwargs))
+                values.update(zip(call.makes, made, strict=True))
+            roots = [values[number] for number in self._numbers if number in values]
+            leaves, totals = (
+                [given[number] for number in self._ends],
+                [root.sum() for root in roots if root.requires_grad],
+            )
+            grads = torch.autograd.grad(totals, leaves, allow_unused=True, materialize_grads=True) if totals else leaves
+        return [*(root.detach() for root in roots), *grads] if self._calls else []
+
+
+def _abandon(records: Sequence[LoopRecord]) -> None:
+    """End what nobody is left to end."""
+    if LoopRecord.open in (None, *records):
+        LoopRecord.end()
+
+
+class Loop:
+    """What a loop does around the forwards of one model that are asked about."""
+
+    def __init__(self, unchecked: Unchecked, *, is_on: bool) -> None:
+        self.is_drawn: Callable[[Tensor], bool] = lambda tensor: False  # whether a tensor is known to be of a batch
+        self._is_in_order = True  # whether what a model was given since then had samples where the batch had them
+        self.is_on = is_on
+        self._unchecked = unchecked
+        self.record: LoopRecord | None = None  # from before the forward that runs
+        self._latest: list[LoopRecord] = []
+        weakref.finalize(self, _abandon, self._latest).atexit = False
+
+    def take_batch(self) -> None:
+        """Record what is done with a batch that is handed out, if the next forward is one to ask about."""
+        self._is_in_order = True
+        if LoopRecord.entered:
+            self.end_record()
+        if self.is_on and self._unchecked.is_due:
+            self._begin(LoopRecord(self.is_drawn))
+
+    def take_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Record what is done with the outputs of a forward."""
+        record, self.record = self.record, None
+        if self.is_on and self._is_in_order:
+            self._begin(record or LoopRecord(self.is_drawn), outputs)
+
+    def _begin(self, record: LoopRecord, outputs: Sequence[Tensor] = ()) -> None:
+        self._latest[:] = [record]
+        record.begin(outputs)
+
+    def _batch_of(self, forward: ForwardContext) -> Batch:
+        return Batch(None, forward.batch_size, forward.batch_axis, seed=self._unchecked.forwards)
+
+    def end_record(self) -> LoopRecord | None:
+        """Record no more; return what was recorded."""
+        self.record = None
+        return LoopRecord.end()
+
+    def look_at_inputs(self, inputs: Sequence[Tensor], forward: ForwardContext) -> None:
+        """Refuse inputs that were computed of a batch, where samples follow each other."""
+        self.record = record = LoopRecord.end()
+        if record is None or forward.batch_size < 2:
+            return
+        # Others look at what is in the graph.
+        made = [tensor for tensor in inputs if not tensor.requires_grad and record.made(tensor)]
+        replay = record.replay(made, self._batch_of(forward))
+        fate = "" if replay is None else replay.fate()
+        if fate == "mixed":
+            raise SampleMixingError(_MIXED_INPUTS)
+        # In other places nothing says which outputs go with which targets.
+        self._is_in_order = not fate
+
+    @contextmanager
+    def looking_at_loss(self, roots: Sequence[Any], forward: ForwardContext) -> Iterator[None]:
+        """Yield while a loss is examined; then refuse one that was computed with samples following each other."""
+        # What others see says better where. A record holds outputs that nobody else may: it is let go of before.
+        record, batch = self.end_record(), self._batch_of(forward)
+        replay = None if record is None or forward.losses or batch.size < 2 else record.replay(roots, batch)
+        if record is not None:
+            record.clear()
+        yield
+        if replay is not None and replay.mixes():
+            raise LossReductionError(_REFUSED)

@@ -1,0 +1,244 @@
+"""Loops of one's own are run again with other samples: what mixes, ranks or weighs samples by others is refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import ghostclip
+from ghostclip import _torch
+from ghostclip.errors import LossReductionError, SampleMixingError
+from tests.checks.test_criterion import BATCH, FOLLOW, OWN, C, losses_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False", "ignore:noise_multiplier")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled():
+    # As far as this process knows: tests before these may have compiled functions.
+    torch.compiler.reset()
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+def _in_place(x, change):
+    change(x)
+    return x
+
+
+_TEACHER = nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C))
+
+
+def _taught(output):
+    with torch.no_grad():
+        target = _TEACHER(output.detach()).softmax(1)
+    return functional.kl_div(output.log_softmax(1), target, reduction="batchmean")
+
+
+_WEIGHTS = torch.linspace(-9, 9, C * C).view(C, C).sin()
+
+
+def _in_16_bits(model, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return (model(x) @ _WEIGHTS).float()
+
+
+def _above_median(values):
+    return (values * (values.detach() > values.detach().median())).mean()
+
+
+# What loops do with a model, inputs (B, 4), classes (B,) and numbers (B,): before the model, and after it.
+MIXED = {
+    "mixup": lambda m, x, t, r: losses_of(m(0.7 * x + 0.3 * x[torch.randperm(len(x))]), t).mean(),
+    "mixup in place": lambda m, x, t, r: losses_of(
+        m(_in_place(x, lambda x: x.mul_(0.7).add_(0.3 * x.roll(1, 0)))), t
+    ).mean(),
+    "features of others": lambda m, x, t, r: losses_of(
+        m(_in_place(x.clone(), lambda x: x[:, :2].copy_(x.roll(1, 0)[:, :2]))), t
+    ).mean(),
+    "centred inputs": lambda m, x, t, r: losses_of(m(x - x.mean(0)), t).mean(),
+    "one scale": lambda m, x, t, r: losses_of(m(x / x.abs().max()), t).mean(),
+    "one scale and noise": lambda m, x, t, r: losses_of(m(x / x.abs().max() + 0.1 * torch.randn(4)), t).mean(),
+}
+WEIGHED = {
+    "labels mixed before": lambda m, x, t, r: (u := t.roll(1), losses_of(m(x), t) + 0.3 * losses_of(m(x), u))[1].mean(),
+    "targets standardised before": lambda m, x, t, r: (s := (r - r.mean()) / r.std(), (m(x)[:, 0] - s) ** 2)[1].mean(),
+    "counts of moved labels": lambda m, x, t, r: (
+        t := t.int().long(), (losses_of(m(x), t) * (1 / t.bincount(minlength=C))[t]).mean()
+    )[1],
+    "weights, normalised before": lambda m, x, t, r: (w := r.abs() / r.abs().max(), losses_of(m(x), t) * w)[1].mean(),
+    "behind a function of one's own": lambda m, x, t, r: _above_median(_Square.apply(m(x)).sum(1)),
+    "a teacher with batch statistics": lambda m, x, t, r: _taught(m(x)),
+    "beside noise": lambda m, x, t, r: _above_median(losses_of(m(x) + 0.1 * torch.randn(len(x), C), t)),
+    "a reference of others": lambda m, x, t, r: functional.mse_loss(out := m(x), out.roll(1, 0).detach()),
+    "a temperature for each": lambda m, x, t, r: losses_of((o := m(x)) * o.detach().std().expand(len(x), 1), t).mean(),
+    "outputs in place": lambda m, x, t, r: _above_median(losses_of(_in_place(m(x), lambda o: o.mul_(2.0)), t)),
+    "after an attack": lambda m, x, t, r: _above_median(losses_of(m(x + 0.1 * _slope(m, x, t).sign()), t)),
+    "in 16 bits": lambda m, x, t, r: _above_median(losses_of(_in_16_bits(m, x), t)),
+}  # fmt: skip
+ALONE = {
+    "constants": lambda m, x, t, r: losses_of(m((x - 0.1) / 0.3), t).mean(),
+    "its own scale": lambda m, x, t, r: losses_of(m(x / x.abs().amax(1, keepdim=True)), t).mean(),
+    "noise": lambda m, x, t, r: losses_of(m(x + 0.1 * torch.randn_like(x)), t).mean(),
+    "some of them turned": lambda m, x, t, r: losses_of(m(x.where(torch.rand(len(x), 1) < 0.5, -x)), t).mean(),
+    "something erased": lambda m, x, t, r: losses_of(
+        m(
+            _in_place(
+                x.clone(), lambda x: x.index_put_((torch.arange(len(x)), torch.randint(4, (len(x),))), x.new_zeros(()))
+            )
+        ),
+        t,
+    ).mean(),
+    "in place": lambda m, x, t, r: losses_of(m(_in_place(x, lambda x: x.mul_(0.7).add_(0.1))), t).mean(),
+    "put in order": lambda m, x, t, r: (order := r.argsort(), losses_of(m(x[order]), t[order]))[1].mean(),
+    "shuffled": lambda m, x, t, r: (order := torch.randperm(len(x)), losses_of(m(x[order]), t[order]))[1].mean(),
+    "put in order, and noise": lambda m, x, t, r: (
+        order := r.argsort(),
+        losses_of(m(x[order] + 0.1 * torch.randn_like(x)), t[order]),
+    )[1].mean(),
+    "a mean that nobody uses": lambda m, x, t, r: (x.mean(0), losses_of(m(x), t))[1].mean(),
+    "attacked inputs": lambda m, x, t, r: losses_of(m(x + 0.1 * _slope(m, x, t).sign()), t).mean(),
+    "a function of one's own": lambda m, x, t, r: _Square.apply(m(x)).mean(),
+    "outputs in place": lambda m, x, t, r: functional.cross_entropy(_in_place(m(x), lambda o: o.mul_(2.0)), t),
+    "a table as long as the batch": lambda m, x, t, r: losses_of(m(x) + torch.linspace(0, 1, BATCH)[:C], t).mean(),
+    "a running loss": lambda m, x, t, r: (loss := losses_of(m(x), t).mean(), _TOTAL.add_(loss.detach()))[0],
+    "a device": lambda m, x, t, r: _on_device(lambda: losses_of(m(x) + torch.zeros(C), t).mean()),
+}
+_TOTAL = torch.zeros(())
+
+
+def _slope(model, x, t):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(losses_of(model(x), t).sum(), x)[0]
+
+
+def _on_device(run):
+    with torch.device("cpu"):
+        return run()
+
+
+class _Training:
+    """A private training whose batches are BATCH records, in an order of its own."""
+
+    def __init__(self, seed=0):
+        torch.manual_seed(seed)
+        data = TensorDataset(torch.randn(3 * BATCH, 4), torch.arange(3 * BATCH) % C, torch.randn(3 * BATCH))
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, C))
+        self.model, self.optimizer, self.loader = ghostclip.PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, BATCH),
+            noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False,
+        )  # fmt: skip
+
+    def step(self, loop):
+        """Run a loop's steps over the data."""
+        for batch in self.loader:
+            self.optimizer.zero_grad()
+            loss = loop(self.model, *batch)
+            (loss.mean() if loss.dim() else loss).backward()
+            self.optimizer.step()
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_inputs_in_which_samples_meet_are_refused(name):
+    training = _Training()
+    with pytest.raises(SampleMixingError, match="one sample's rows changed when others were replaced"):
+        training.step(MIXED[name])
+    assert training.optimizer.releases == 0
+
+
+# Two samples of which one follows the other are told apart with a probability of 3/4 in each step that is looked at.
+@pytest.mark.parametrize("name", [*WEIGHED, *sorted(FOLLOW.keys() - {"one number for one"})])
+def test_losses_in_which_samples_meet_are_refused(name):
+    training = _Training()
+    known = FOLLOW.get(name)
+    loop = WEIGHED.get(name) or (lambda m, x, t, r: known(m(x), t, r).mean())
+    with pytest.raises((LossReductionError, SampleMixingError)):
+        training.step(loop)
+    assert training.optimizer.releases == 0
+
+
+@pytest.mark.parametrize("name", [*ALONE, *OWN])
+def test_samples_by_themselves_are_not(name):
+    own = OWN.get(name)
+    for seed in range(3):
+        training = _Training(seed)
+        training.step(ALONE.get(name) or (lambda m, x, t, r: own(m(x), t, r).mean()))
+        assert training.optimizer.releases == 3
+        assert not _torch.active_modes()
+
+
+def test_logits_of_many_classes_are_looked_at_in_a_few_samples(monkeypatch):
+    monkeypatch.setattr("ghostclip.checks.loop_record._LARGE", 8)
+    _Training().step(lambda m, x, t, r: losses_of(m(x), t).mean())
+    with pytest.raises(LossReductionError, match="half of the samples were replaced"):
+        _Training().step(lambda m, x, t, r: _above_median(losses_of(m(x), t)))
+
+
+def test_a_loop_meets_the_numbers_that_it_meets_without():
+    def numbers(*, recorded):
+        training, drawn = _Training(), []
+        training.optimizer.clipper._evidence.loop.is_on = recorded
+
+        def loop(model, x, t, r):
+            drawn.append(torch.rand(3))
+            return losses_of(functional.dropout(model(x + torch.randn_like(x)), 0.3), t).mean()
+
+        training.step(loop)
+        return torch.stack([*drawn, torch.rand(3)])
+
+    assert torch.equal(numbers(recorded=True), numbers(recorded=False))
+
+
+def test_nothing_is_kept_of_a_step():
+    training, held = _Training(), []
+
+    def loop(model, x, t, r):
+        output = model(x)
+        each = losses_of(output, t)
+        held.extend(map(weakref.ref, (output, each)))
+        return each.mean()
+
+    training.step(loop)
+    gc.collect()
+    assert len(held) == 6
+    assert not any(one() is not None for one in held)
+
+
+def test_after_a_loop_that_broke_off_the_next_one_is_recorded():
+    training = _Training()
+
+    def breaks(model, x, t, r):
+        losses_of(model(x), t)
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        training.step(breaks)
+    with pytest.raises(LossReductionError):
+        _Training().step(lambda m, x, t, r: _above_median(losses_of(m(x), t)))
+    _Training().step(lambda m, x, t, r: losses_of(m(x), t))
+    assert not _torch.active_modes()
+
+
+def test_within_a_mode_of_others_and_beside_compiled_functions_nothing_is_recorded(monkeypatch):
+    def loop(model, x, t, r):
+        return _above_median(losses_of(model(x), t))
+
+    with torch.device("cpu"):
+        _Training().step(loop)
+    monkeypatch.setattr(_torch, "compiles", lambda: True)
+    _Training().step(loop)
