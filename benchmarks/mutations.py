@@ -43,10 +43,10 @@ class Mutation(NamedTuple):
 
 # fmt: off
 MUTATIONS = (
-    Mutation("coefficient rounded up", "coefficient · norm ≤ C in floating point", "clipping/coefficients.py",
+    Mutation("coefficient rounded up", "coefficient · norm ≤ C in floating point", "clipping/bounds.py",
              "return max_grad_norm * (1 - 4 *", "return max_grad_norm * (1 + 1 *",
              "clipping/test_clip_policies.py clipping/test_step.py"),
-    Mutation("coefficient above 1", "a gradient inside the ball is kept as it is", "clipping/coefficients.py",
+    Mutation("coefficient above 1", "a gradient inside the ball is kept as it is", "clipping/bounds.py",
              "outside_B = torch.threshold(norm_B, max_grad_norm, bound)", "outside_B = norm_B",
              "clipping/test_clip_policies.py clipping/test_step.py"),
     Mutation("second group not clipped", "every clip group is clipped", "clipping/decisions.py",

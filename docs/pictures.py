@@ -17,11 +17,10 @@ FLOORS = (
     ("algebra", "#0072B2", ("kernels", "factors", "rules")),
     ("reading a model", "#009E73", ("capture", "checks")),
     ("clipping", "#E69F00", ("planning", "clipping", "graph")),
-    ("models as users have them", "#56B4E9", ("facade",)),
     ("what is released", "#D55E00", ("noise", "distributed", "optim")),
-    ("what ε rests on", "#CC79A7", ("data", "mechanisms", "privacy")),
+    ("what ε rests on", "#CC79A7", ("data", "privacy")),
     ("what users call", "#333333", ("validation", "audit", "integrations")),
-    ("programs and other names", "#888888", ("scaling", "compat", "finetune", "commands")),
+    ("programs and other names", "#888888", ("compat", "finetune")),
 )
 
 

@@ -19,8 +19,7 @@ from ghostclip import _torch, _validate
 from ghostclip.capture.ranks import set_sums_added_elsewhere
 from ghostclip.clipper import GhostClipper, Reduction
 from ghostclip.clipping.policies import ClipPolicy
-from ghostclip.data.loader import TakenAsItIs, worker_options
-from ghostclip.data.sampler import PrivateSampler
+from ghostclip.data.loader import PrivateSampler, TakenAsItIs, worker_options
 from ghostclip.distributed import Pipeline, ShardedModel
 from ghostclip.distributed.agreement import noting, refusals_shared, require_agreement, world_size
 from ghostclip.distributed.release import noise_for
@@ -33,15 +32,21 @@ from ghostclip.errors import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from ghostclip.facade import GradSampleHooks, GradSampleModule, KnownCriterion, PrivateCriterion, strategy_of
-from ghostclip.facade.criterion import Deferral
-from ghostclip.facade.module import mode_of
+from ghostclip.facade import (
+    Deferral,
+    GradSampleHooks,
+    GradSampleModule,
+    KnownCriterion,
+    PrivateCriterion,
+    mode_of,
+    strategy_of,
+)
 from ghostclip.graph.takeover import Takeover, hindered, left_of
 from ghostclip.language import CHOICES, by_record
 from ghostclip.noise.continuous import LEVELS
 from ghostclip.noise.keyed import KeyedNoise, NoiseSource
 from ghostclip.optim import DPOptimizer, MemberOptimizer
-from ghostclip.optim.members import JoinedOptimizer
+from ghostclip.optim.dp_optimizer import JoinedOptimizer
 from ghostclip.optim.wrapped import WrappedOptimizer, refuse_second_optimizer
 from ghostclip.options import Options, clip_policy
 from ghostclip.privacy.sampling import Sampling

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import ghostclip
-from ghostclip import errors
+from ghostclip import commands, errors
 from ghostclip._files import reason_of
 from ghostclip._validate import did_you_mean, nearest
-from ghostclip.commands import planning, privacy
 from ghostclip.errors import GhostClipError, InvalidOptionError, OutputError
 from ghostclip.finetune import options as finetuning
 from ghostclip.terminal import Options
@@ -179,13 +178,13 @@ def _help(args: dict[str, Any]) -> int:
 
 _COMMANDS: Final[dict[str, tuple[Callable[[dict[str, Any]], int], Options | None]]] = {
     "finetune": (_finetune, None),
-    "inspect": (planning.run_inspect, planning.INSPECT),
-    "plan": (planning.run_plan, planning.PLAN),
-    "plan-privacy": (planning.run_plan_privacy, planning.PLAN_PRIVACY),
-    "epsilon": (privacy.run_epsilon, privacy.EPSILON),
-    "calibrate": (privacy.run_calibrate, privacy.CALIBRATE),
-    "ledger": (privacy.run_ledger, privacy.LEDGER),
-    "audit": (privacy.run_audit, privacy.AUDIT),
+    "inspect": (commands.run_inspect, commands.INSPECT),
+    "plan": (commands.run_plan, commands.PLAN),
+    "plan-privacy": (commands.run_plan_privacy, commands.PLAN_PRIVACY),
+    "epsilon": (commands.run_epsilon, commands.EPSILON),
+    "calibrate": (commands.run_calibrate, commands.CALIBRATE),
+    "ledger": (commands.run_ledger, commands.LEDGER),
+    "audit": (commands.run_audit, commands.AUDIT),
     "help": (_help, _HELP),
 }
 """What runs a command, and the table of its options; fine-tuning declares its own."""

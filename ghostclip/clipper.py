@@ -17,10 +17,9 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.substitution import Roster
-from ghostclip.checks.criterion import KnownLoss
 from ghostclip.checks.loop_record import LoopRecord
 from ghostclip.checks.loss_graph import refuse_following
-from ghostclip.checks.losses import probe_losses, prove_rows
+from ghostclip.checks.losses import KnownLoss, probe_losses, prove_rows
 from ghostclip.checks.padding import Padded
 from ghostclip.checks.prover import Evidence
 from ghostclip.checks.unchecked import Unchecked

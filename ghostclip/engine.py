@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 from ghostclip import _validate
 from ghostclip._validate import suggests_options
 from ghostclip.accounting import Bounds, IAccountant, create_accountant
-from ghostclip.accounting.calibration import delta_too_large
-from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, bounding_accountant
+from ghostclip.accounting.calibration import DEFAULT_ACCOUNTANT, bounding_accountant, delta_too_large
 from ghostclip.assembly import (
     Prepared,
     Private,
@@ -30,18 +29,17 @@ from ghostclip.data import DeclaredSampling, DPDataLoader
 from ghostclip.data.loader import checked_batch_size, dataset_length
 from ghostclip.distributed.agreement import world_size
 from ghostclip.errors import GhostClipError
-from ghostclip.mechanisms.mechanism import Mechanism
+from ghostclip.mechanisms import Mechanism
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer, MemberOptimizer, release_of
 from ghostclip.optim.checks import refuse_unfit
 from ghostclip.options import Options, takes_options
 from ghostclip.privacy import checkpoints
-from ghostclip.privacy.account import Account
+from ghostclip.privacy.account import Account, Released, earlier, summary_text, texts_of, warning_of
 from ghostclip.privacy.budget import Budget, coordinates_of
 from ghostclip.privacy.ledger_file import LedgerFile
 from ghostclip.privacy.optimizer_state import OptimizerAccount, all_or_nothing
 from ghostclip.privacy.sampling import PeriodSampling, Sampling, sampling_for
-from ghostclip.privacy.summary import Released, earlier, summary_text, texts_of, warning_of
 from ghostclip.validation.fixers import ModuleValidator
 
 # δ that earlier releases are told at where nobody has named one.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from ghostclip.distributed import SplitSequences
-    from ghostclip.mechanisms.mechanism import Mechanism
+    from ghostclip.mechanisms import Mechanism
 
 _BY_NAME: dict[str, Callable[[Any], ClipPolicy]] = {
     "flat": policies.flat,

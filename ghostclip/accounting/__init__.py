@@ -4,9 +4,15 @@ Nothing here imports torch. Every accountant is an `Accountant`; `create_account
 """
 
 from ghostclip.accounting.accountant import Accountant, IAccountant, PLDAccountant, PRVAccountant
-from ghostclip.accounting.calibration import get_noise_multiplier, get_sample_rate, get_steps
+from ghostclip.accounting.calibration import (
+    GaussianAccountant,
+    create_accountant,
+    get_noise_multiplier,
+    get_sample_rate,
+    get_steps,
+    register_accountant,
+)
 from ghostclip.accounting.rdp import DEFAULT_ORDERS, RDPAccountant
-from ghostclip.accounting.registry import GaussianAccountant, create_accountant, register_accountant
 from ghostclip.accounting.solve import Bounds
 
 __all__ = [

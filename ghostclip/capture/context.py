@@ -19,8 +19,7 @@ from ghostclip.capture.blocks import Blocks
 from ghostclip.capture.call_sites import CallSites, Resized
 from ghostclip.capture.decide import DecisionCache, decide
 from ghostclip.capture.forward import ForwardContext, Surroundings
-from ghostclip.capture.inputs import Bags, as_flat, packed_inputs, with_dummy, without_dummy
-from ghostclip.capture.layouts import ArgumentLayout, layout_of
+from ghostclip.capture.inputs import Bags, RowTracker, as_flat, packed_inputs, with_dummy, without_dummy
 from ghostclip.capture.nodes import accumulation_node, is_to_tie, tied, under_checkpoint
 from ghostclip.capture.opaque_modules import OpaqueModules
 from ghostclip.capture.param_use import Listener, ParamUse, differentiated_message
@@ -34,8 +33,7 @@ from ghostclip.capture.ranks import (
     refuse_divided_outputs,
     refuse_whole_data,
 )
-from ghostclip.capture.row_maps import refuse_other_order
-from ghostclip.capture.row_tracker import RowTracker
+from ghostclip.capture.row_maps import ArgumentLayout, layout_of, refuse_other_order
 from ghostclip.capture.substitution import Substitution, untouched_grads
 from ghostclip.capture.tracked import (
     HOOKED,

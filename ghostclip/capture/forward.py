@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ghostclip.capture.call_sites import MAX_WAYS, CallSite, CallSites, Resized, Visits
 from ghostclip.capture.hooks import hooks_before_now
+from ghostclip.capture.inputs import RowTracker
 from ghostclip.capture.nodes import Casts
-from ghostclip.capture.row_tracker import RowTracker
 
 # A use as its forward counts it: its call site, and the leading sizes of its rows, none of another than a rule's.
 Counted: TypeAlias = tuple[CallSite, tuple[int, ...]]

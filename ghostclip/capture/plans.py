@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from ghostclip import _torch, _tree
-from ghostclip.capture import layouts
 from ghostclip.capture.call_sites import AT_ONCE_FORM, GENERAL_FORM, OperationForm
 from ghostclip.capture.derive import batched_grad, derive, write
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.layouts import ArgumentLayout, result_axes
 from ghostclip.capture.nodes import InnerGraph, source
 from ghostclip.capture.param_use import (
     ParamUse,
@@ -36,7 +34,18 @@ from ghostclip.capture.param_use import (
     site_of,
     versions_of,
 )
-from ghostclip.capture.row_maps import RowMap, axis_maps, candidates, order_of_rows, wants_gradient
+from ghostclip.capture.row_maps import (
+    ArgumentLayout,
+    Expanded,
+    RowAxis,
+    RowMap,
+    axis_maps,
+    candidates,
+    order_of_rows,
+    per_sample_rows,
+    result_axes,
+    wants_gradient,
+)
 from ghostclip.capture.sample_axis import ROWS_KEY, set_metadata
 from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.errors import BatchAxisError
@@ -328,7 +337,7 @@ def _one_by_one(arrived: Sequence[Arrived], inputs: Sequence[Tensor], batch_size
         if row_map.kind == "whole":
             masked_B = item.grad.unsqueeze(0)
         else:
-            moved = layouts.per_sample_rows(item.grad.movedim(row_map.axis, 0), row_map, batch_size)
+            moved = per_sample_rows(item.grad.movedim(row_map.axis, 0), row_map, batch_size)
             masked_B = moved.movedim(1, row_map.axis + 1)
         for number, grad_B in enumerate(batched_grad(item.output, inputs, masked_B)):
             if grad_B is not None:
@@ -419,14 +428,14 @@ class Broadcast(Plan):
 
     operation: Operation
     dims: int  # number of axes of its result
-    rows: layouts.RowAxis  # axis of its result along which rows of samples lie
+    rows: RowAxis  # axis of its result along which rows of samples lie
     witness: Tensor  # the data that shows it
 
     def run(self, forward: ForwardContext) -> Any:
         wanted, behind = wants_gradient([self.witness], forward), self.witness.grad_fn
 
         def enter(tracked: TrackedTensor) -> Tensor:
-            expanded = layouts.Expanded(tracked.origin.value, self.dims, self.rows)
+            expanded = Expanded(tracked.origin.value, self.dims, self.rows)
             return _entered(self.operation.name, tracked, expanded, forward, behind=behind, wants_gradient=wanted)
 
         return self.operation.run(enter)
@@ -445,8 +454,8 @@ class PerSampleCopies(Plan):
         def enter(tracked: TrackedTensor) -> Tensor:
             value, axis = tracked.origin.value, self.axes[id(tracked)]
             maps = axis_maps(value.shape[axis], size, forward.batch_axis, None)
-            rows = layouts.RowAxis(axis, value.shape[axis], maps, size)
-            expanded = layouts.Expanded(value, value.dim(), rows)
+            rows = RowAxis(axis, value.shape[axis], maps, size)
+            expanded = Expanded(value, value.dim(), rows)
             return _entered(self.operation.name, tracked, expanded, forward, behind=None, wants_gradient=True)
 
         return self.operation.run(enter)
@@ -472,7 +481,7 @@ class General(Plan):
 def _entered(
     name: str,
     tracked: TrackedTensor,
-    expanded: layouts.Expanded,
+    expanded: Expanded,
     forward: ForwardContext,
     *,
     behind: Any,

@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.call_sites import Calls, Key, Resized, Shapes, compared, shapes_of
+from ghostclip.capture.decide import inside_of
 from ghostclip.capture.nodes import edge_of, nodes_behind
-from ghostclip.capture.rewrite import inside_of
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.checks.dependence import SHARED, batch_axis_of, has_lists, taken, with_lists
 from ghostclip.checks.module_state import restored

@@ -23,7 +23,15 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import SavedTensors
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.decisions import ClipWeights, Dealing
-from ghostclip.clipping.joint import Joint, SharedInputNorms, SmallLayers
+from ghostclip.clipping.joint import (
+    Joint,
+    RepeatCheck,
+    SharedInputNorms,
+    SmallLayers,
+    formed,
+    tampered_message,
+    versions,
+)
 from ghostclip.clipping.norms import (
     GroupNorms,
     SharedSamples,
@@ -34,7 +42,6 @@ from ghostclip.clipping.norms import (
     terms_of_uses,
 )
 from ghostclip.clipping.store import GradientStore
-from ghostclip.clipping.stored_factors import RepeatCheck, formed, tampered_message, versions
 from ghostclip.errors import BatchAxisError, GhostClipError, TamperedGradientError, UnsupportedModelError
 from ghostclip.factors import AtIndex, Dense, Factor, Outer, Permuted, SquaredNorm, joined
 from ghostclip.factors.wrapped import sum_tensors

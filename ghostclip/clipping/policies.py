@@ -18,8 +18,19 @@ import torch
 from torch import Tensor
 
 from ghostclip import _validate
-from ghostclip.clipping.bounds import Grouping, NamedGroups, PerParameter, QuantileAdaptation, Whole
-from ghostclip.clipping.coefficients import PSAC, AutoS, ClipRule, Flat, Normalised, clip_coefficients
+from ghostclip.clipping.bounds import (
+    PSAC,
+    AutoS,
+    ClipRule,
+    Flat,
+    Grouping,
+    NamedGroups,
+    Normalised,
+    PerParameter,
+    QuantileAdaptation,
+    Whole,
+    clip_coefficients,
+)
 from ghostclip.errors import InvalidOptionError, ResumeError
 
 RELATIONS: Final = {"zero_out": 1.0, "add_remove": 1.0, "replace_one": 2.0}

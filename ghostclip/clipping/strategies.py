@@ -26,10 +26,10 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.bounds import Whole
 from ghostclip.clipping.decisions import ClipWeights, Decisions
+from ghostclip.clipping.joint import RepeatCheck, Verdict
 from ghostclip.clipping.norms import GroupNorms, exact_norms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, Sequences, SumPass
 from ghostclip.clipping.store import GradientStore, Sharded
-from ghostclip.clipping.stored_factors import RepeatCheck, Verdict
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.factors import Factor
 from ghostclip.kernels.products import full_precision

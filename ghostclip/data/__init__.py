@@ -6,9 +6,8 @@ physical batches that fit in memory; `DeclaredSampling` states what a user sampl
 """
 
 from ghostclip.data.collation import EmptyBatchCollate
-from ghostclip.data.loader import DPDataLoader
+from ghostclip.data.loader import DPDataLoader, PoissonSampler, PrivateSampler
 from ghostclip.data.physical_batches import BatchMemoryManager, PhysicalBatches
-from ghostclip.data.sampler import PoissonSampler, PrivateSampler
 from ghostclip.data.schemes import (
     Cyclic,
     CyclicPoisson,

@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from ghostclip import _validate
 from ghostclip._memory import PeakMemory, available_bytes, is_out_of_memory
 from ghostclip.checks.dependence import batch_axis_of, record_shared
-from ghostclip.data.loader import TakenAsItIs, started, worker_options
-from ghostclip.data.sampler import PrivateSampler, Records
+from ghostclip.data.loader import PrivateSampler, Records, TakenAsItIs, started, worker_options
 from ghostclip.errors import DataError, InvalidOptionError, MissingGradientError
 from ghostclip.optim import BatchToken, DPOptimizer, private_optimizer
 from ghostclip.optim.draws import DrawLog

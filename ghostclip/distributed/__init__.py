@@ -1,7 +1,6 @@
 """Training on several ranks: one draw of records shared by all, one sum, one draw of noise."""
 
-from ghostclip.distributed.pipeline import PipelineClipper
-from ghostclip.distributed.pipeline_module import Pipeline
+from ghostclip.distributed.pipeline import Pipeline, PipelineClipper
 from ghostclip.distributed.release import SharedNoise
 from ghostclip.distributed.sample_ranks import SplitSequences
 from ghostclip.distributed.sharded import ShardedModel

@@ -32,7 +32,7 @@ from ghostclip.distributed.weights import (
     require_equal_weights,
 )
 from ghostclip.errors import InvalidOptionError
-from ghostclip.kernels.fingerprints import content_prints, read_prints
+from ghostclip.kernels.sums import content_prints, read_prints
 from ghostclip.noise.keyed import KeyedNoise, NoiseSource, add_noise_, copy_back_, draws_shares, packs, skip_noise
 
 _BUCKET: Final = 25 << 20

@@ -38,7 +38,7 @@ from ghostclip.distributed.agreement import (
 from ghostclip.distributed.weights import Placement
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.factors import AtIndex, Dense, Factor, Head, Outer, Permuted, Rows, planner
-from ghostclip.kernels.fingerprints import content_prints, read_prints
+from ghostclip.kernels.sums import content_prints, read_prints
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

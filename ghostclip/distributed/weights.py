@@ -34,7 +34,7 @@ from ghostclip import _torch
 from ghostclip._tree import tensors
 from ghostclip.distributed.agreement import Group, gathered, is_first, world_size
 from ghostclip.errors import UnsupportedModelError
-from ghostclip.kernels.fingerprints import content_prints, read_prints
+from ghostclip.kernels.sums import content_prints, read_prints
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

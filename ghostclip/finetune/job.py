@@ -32,12 +32,11 @@ from ghostclip._files import BLACK, BLUE, ORANGE, PALE, picture, reason_of, requ
 from ghostclip.distributed.agreement import from_first, is_known_to_all, refusals_shared
 from ghostclip.errors import GhostClipError, InvalidOptionError, OutputError
 from ghostclip.finetune import run as files
-from ghostclip.finetune.models import Quality, require_known_model
+from ghostclip.finetune.models import Quality, Ranks, joined, require_known_model, require_same
 from ghostclip.finetune.options import FinetuneOptions, refuse_ignored, resumed_options
-from ghostclip.finetune.ranks import Ranks, joined, require_same
 from ghostclip.finetune.run import ACCOUNTANT, CARD, PLOT, RECORD, FinetuneRun, RunState, assumptions
 from ghostclip.finetune.samples import labels_of, stay_local
-from ghostclip.privacy.summary import rounded_down, rounded_up
+from ghostclip.privacy.account import rounded_down, rounded_up
 from ghostclip.terminal import Working
 
 if TYPE_CHECKING:

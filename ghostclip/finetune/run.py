@@ -19,15 +19,13 @@ from typing import Any
 
 from ghostclip import _torch
 from ghostclip.accounting import get_noise_multiplier
-from ghostclip.accounting.calibration import epsilon_too_large
-from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, bounding_accountant
+from ghostclip.accounting.calibration import DEFAULT_ACCOUNTANT, bounding_accountant, epsilon_too_large
 from ghostclip.distributed.agreement import from_first
 from ghostclip.distributed.weights import gathered_whole
 from ghostclip.errors import InvalidOptionError, OutputError, ResumeError
 from ghostclip.finetune import models
-from ghostclip.finetune.models import Quality, held_out_quality, try_private
+from ghostclip.finetune.models import Quality, Ranks, divide, held_out_quality, is_in_parts, try_private
 from ghostclip.finetune.options import DEFAULT_EPOCHS, FinetuneOptions
-from ghostclip.finetune.ranks import Ranks, divide, is_in_parts
 from ghostclip.finetune.samples import BYTES, choose_tokens, read_samples
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.ledger_file import LedgerFile

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ghostclip.distributed.agreement import digest_of, gathered, refusals_shared
 from ghostclip.errors import FixedSeedWarning
-from ghostclip.finetune.ranks import is_in_parts
+from ghostclip.finetune.models import is_in_parts
 from ghostclip.finetune.run import FinetuneRun
 from ghostclip.integrations.transformers import DPTrainer, DPTrainingArguments
 from ghostclip.mechanisms import AveragedWeights

@@ -34,9 +34,20 @@ from ghostclip.clipping.norms import GroupNorms, cross_terms
 from ghostclip.clipping.passes import smaller_form
 from ghostclip.clipping.policies import ClipPolicy, Layout, finite_samples
 from ghostclip.factors import Dense, Factor, Outer, Permuted, SquaredNorm, joined
-from ghostclip.graph.axes import SIZES_ALONE, Axes, first_of, shape_of, values_of
 from ghostclip.graph.sums import SampleSum, Sum, Value, linear
-from ghostclip.graph.trace import Inputs, NoGraphError, Traced, first_line, operation, outputs_of
+from ghostclip.graph.trace import (
+    SIZES_ALONE,
+    Axes,
+    Inputs,
+    NoGraphError,
+    Traced,
+    first_line,
+    first_of,
+    operation,
+    outputs_of,
+    shape_of,
+    values_of,
+)
 from ghostclip.kernels import runtime
 from ghostclip.kernels.products import full_precision
 

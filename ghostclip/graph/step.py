@@ -22,8 +22,7 @@ from ghostclip.checks.dependence import batch_axis_of, has_lists
 from ghostclip.checks.module_state import restored
 from ghostclip.clipper import GhostClipper
 from ghostclip.errors import InvalidOptionError, LossReductionError
-from ghostclip.graph.compiled import CompiledStep, GraphOptions, Outcome, Part, Sizes, part_of
-from ghostclip.graph.guards import form_of, surroundings
+from ghostclip.graph.compiled import CompiledStep, GraphOptions, Outcome, Part, Sizes, form_of, part_of, surroundings
 from ghostclip.graph.rewrite import Clipping
 from ghostclip.graph.takeover import Takeover
 from ghostclip.graph.trace import LossFunction, NoGraphError, first_line

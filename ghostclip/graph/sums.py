@@ -17,8 +17,7 @@ from torch import Tensor
 from ghostclip import _torch
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Rows, Windows
 from ghostclip.factors.convolution import Geometry
-from ghostclip.graph.axes import SampleLayout
-from ghostclip.graph.trace import NoGraphError, name_of
+from ghostclip.graph.trace import NoGraphError, SampleLayout, name_of
 
 
 class Sum:

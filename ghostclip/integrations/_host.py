@@ -27,10 +27,9 @@ from ghostclip.data import DPDataLoader, PhysicalBatches
 from ghostclip.data.loader import checked_batch_size, dataset_length, record_sampler
 from ghostclip.engine import PrivacyEngine
 from ghostclip.errors import DataError, InvalidOptionError
-from ghostclip.facade.module import mode_of
+from ghostclip.facade import mode_of
 from ghostclip.language import CHOICES
-from ghostclip.mechanisms.mechanism import Correlated
-from ghostclip.mechanisms.plan import calibrated
+from ghostclip.mechanisms import Correlated, calibrated
 from ghostclip.noise.continuous import LEVELS
 from ghostclip.optim import release_of
 from ghostclip.options import CLIPPINGS

@@ -10,14 +10,21 @@ their inputs alone, and the first of them whose factors are dropped once their n
 second backward of that part. Price: the forward of every block that keeps its inputs alone, once; of a block with a
 second backward twice, and its input gradients again.
 
+A backward moment by moment, under any choice of blocks that are run again and of where a second backward begins. It is
+read off the graph of a step that keeps the inputs alone of some blocks: of one block of each kind at least the graph
+shows what it saved, and others of its kind save the same. A choice is then tried by adding up intervals, without a
+measurement and without running anything: a measurement of the allocator would differ from run to run, and a plan made
+of it with it; the graph is the same each time.
+
 Shape letters: N samples, T positions, I inputs, O outputs.
 """
 
 import math
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -26,15 +33,448 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ghostclip import _torch, kernels
-from ghostclip.capture.blocks import BLOCK_KEY
+from ghostclip.capture.blocks import BLOCK_KEY, BlockCall
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.sample_axis import METADATA_KEY
 from ghostclip.errors import InvalidOptionError
-from ghostclip.factors import planner
-from ghostclip.planning import timeline
-from ghostclip.planning.timeline import Shape, Timeline, read_from, read_whole
+from ghostclip.factors import convolution, planner
+from ghostclip.factors.base import accumulation_dtype
+from ghostclip.factors.convolution import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
+from ghostclip.kernels import products
+from ghostclip.kernels.bounds import HALF
+
+# Bytes by address.
+Sizes = dict[Any, int]
+# Operations whose input's gradient is the memory of their output's.
+_VIEWS: Final = (
+    "View", "UnsafeView", "Transpose", "T", "Permute", "Unsqueeze", "Squeeze", "Add", "Alias", "Reshape", "Expand",
+    "Select", "Slice", "Unbind", "_Own", "_Enter", "_Source", "_Tie", "Clone",
+)  # fmt: skip
+
+# What reading or writing one element of 4 bytes costs, in FLOPs: products of layers run at this many for each.
+_MOVED: Final = 64
+# Bytes of an output's gradient from which on a layer counts as one whose products set that cost.
+_SMALL: Final = 1 << 16
+
+
+@dataclass(eq=False)
+class _Gradient:
+    """Memory of a gradient on its way through a backward; several operations may wait for it."""
+
+    size: int
+
+
+def passing_of(nodes: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return the bytes of gradients that are alive before and while each operation of a backward runs."""
+    # Those that it takes and makes, what it needs beside that (`workspace` of a function of ours), and those that wait
+    # for later operations: of a residual connection the gradient that goes around.
+    waiting, passing = dict[tuple[Any, int], _Gradient](), []
+    for node in nodes:
+        outputs = _torch.outputs_of(node)
+        arrived = [waiting.pop((node, number)) for number in range(len(outputs)) if (node, number) in waiting]
+        arrived = arrived or [_Gradient(_bytes_of(outputs))]
+        before = _alive(waiting, arrived)
+        added = _pass_on(node, waiting, arrived)
+        passing.append((before, _alive(waiting, arrived) + added + int(getattr(node, "workspace", 0))))
+        use = node.metadata.get(METADATA_KEY)
+        # A use of a matrix or a kernel may store the gradient of its output as it arrives: it is counted as the use's.
+        if use is not None and any(tracked.origin.value.dim() > 1 for tracked in use.targets.values()):
+            for gradient in arrived:
+                gradient.size = 0
+    return passing
+
+
+def _alive(waiting: dict[tuple[Any, int], _Gradient], arrived: Sequence[_Gradient]) -> int:
+    return sum(gradient.size for gradient in {*waiting.values(), *arrived})
+
+
+def _pass_on(node: Any, waiting: dict[tuple[Any, int], _Gradient], arrived: Sequence[_Gradient]) -> int:
+    """Let the gradients that an operation makes wait; return the bytes of those that do not wait themselves."""
+    added, is_view = 0, node.name().removesuffix("Backward0").removesuffix("Backward") in _VIEWS
+    for following, number in node.next_functions:
+        if following is None:
+            continue
+        size = _bytes_of([_torch.outputs_of(following)[number]])
+        same = is_view and size == arrived[0].size
+        if _torch.leaf_of(following) is not None:
+            added += 0 if is_view else size
+            continue
+        there = waiting.get((following, number))
+        if there is None:
+            waiting[following, number] = arrived[0] if same else _Gradient(size)
+            continue
+        # What comes is added in place where nobody else holds what is there.
+        added += 0 if same else size
+        if not there.size or sum(gradient is there for gradient in (*waiting.values(), *arrived)) > 1:
+            waiting[following, number] = _Gradient(size)
+    return added
+
+
+def nodes_in_order(start: Any) -> list[Any]:
+    """Return a node and those behind it in the engine's order, the latest operation first, without leaves."""
+    nodes = [node for node in nodes_behind([start]) if _torch.leaf_of(node) is None]
+    return sorted(nodes, key=lambda node: -_torch.order_of(node))
+
+
+def addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the addresses of tensors' memory."""
+    return {_torch.local(tensor).untyped_storage().data_ptr() for tensor in tensors}
+
+
+def inputs_of(use: ParamUse | None) -> Sequence[Tensor]:
+    """Return the tensors that a use stores of its operation's input."""
+    return () if use is None or use.node is None else use.node.saved_tensors
+
+
+def storages(tensors: Iterable[Tensor], constant: set[int]) -> Sizes:
+    """Return the bytes of tensors' memory by address, without what is at constant addresses."""
+    sizes: Sizes = {}
+    for tensor in map(_torch.local, tensors):
+        if tensor.layout is torch.strided and not _torch.is_arriving(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in constant:
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
+
+
+def _bytes_of(metadata: Iterable[Any]) -> int:
+    return sum(prod(item.shape) * item.dtype.itemsize for item in metadata if item.shape is not None)
+
+
+def parameter_bytes(use: ParamUse, names: Iterable[str]) -> int:
+    """Return the bytes of some parameters' gradients."""
+    leaves = {name: leaf for tracked in use.targets.values() for name, leaf in tracked.origin.leaves.items()}
+    parameters = [leaves[name].parameter for name in names]
+    return sum(int(parameter.numel() * parameter.element_size()) for parameter in parameters)
+
+
+class Shape(NamedTuple):
+    """Sizes that decide on a layer's costs."""
+
+    samples: int
+    positions: int
+    inputs: int
+    outputs: int
+    dtype: torch.dtype  # of its input and of its output's gradient
+    device: torch.device
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the layer's per-sample gradients."""
+        return self.samples * self.inputs * self.outputs * accumulation_dtype(self.dtype).itemsize
+
+    @property
+    def by_units(self) -> bool:
+        """Whether its products run on matrix units."""
+        return self.dtype in HALF and products.has_units(self.device)
+
+    @property
+    def moving(self) -> float:
+        """Cost of reading or writing one byte of its tensors, in FLOPs of its products."""
+        return planner.BYTE if self.by_units else _MOVED / 4
+
+
+class UseMemory(NamedTuple):
+    """What book-keeping stores of a use until the end, and what its forward costs."""
+
+    gradient: int  # bytes besides its inputs: of its output's gradient, or of per-sample gradients
+    with_inputs: bool  # whether its inputs are stored as well
+    work: float = 0.0  # FLOPs of the product in its forward; 0 where it is no product
+    matrix: tuple[str, Shape] | None = None  # parameter and sizes of a product with a matrix that is used once
+    forming: int = 0  # temporary bytes of forming per-sample gradients, those of a convolution's windows
+
+
+NOTHING: Final = UseMemory(0, with_inputs=False)
+
+
+def memory_of(use: ParamUse, arriving: int, forward: ForwardContext) -> UseMemory:
+    """Return what book-keeping stores of a use, for the bytes of its output's gradient."""
+    matrix, kernel = _matrix_of(use, arriving, forward), _kernel_of(use)
+    if matrix is not None:
+        name, (samples, positions, inputs, outputs, dtype, _) = matrix
+        by_rule = planner.stores_per_sample(positions, inputs, outputs, dtype.itemsize)
+        stored = (matrix[1].gradient_bytes, False) if by_rule else (arriving, True)
+        once = matrix if forward.use_counts[name] == 1 else None
+        return UseMemory(*stored, 2.0 * samples * positions * inputs * outputs, once)
+    dense = _dense_bytes(use, forward)
+    if kernel is None or not forward.batch_size:
+        return UseMemory(dense or arriving, not dense)
+    samples, size = forward.batch_size, kernel.element_size()
+    positions = arriving // (samples * kernel.shape[0] * size)
+    small = samples * kernel.numel() <= convolution.SMALL
+    if not dense and (small or planner.stores_per_sample(positions, kernel[0].numel(), kernel.shape[0], size)):
+        dense = samples * kernel.numel() * max(4, size)
+    forming = _windows(use, samples * positions * kernel[0].numel())
+    return UseMemory(dense or arriving, not dense, 2.0 * samples * positions * kernel.numel(), forming=forming)
+
+
+def _windows(use: ParamUse, unfolded: int) -> int:
+    """Return the bytes of a convolution's windows, of so many elements, that are laid out at once."""
+    if not inputs_of(use):
+        return 0
+    rows = inputs_of(use)[0]
+    at_once = CHUNK_ELEMENTS if rows.device.type == "cpu" else CHUNK_ELEMENTS_ON_GPU
+    laid_out = rows.numel() if rows.numel() <= at_once else 0
+    return (laid_out + unfolded // max(1, -(-unfolded // at_once))) * accumulation_dtype(rows.dtype).itemsize
+
+
+def _kernel_of(use: ParamUse) -> Tensor | None:
+    """Return the kernel of a convolution; None for any other use."""
+    kernels = [tracked.origin.value for tracked in use.targets.values() if tracked.origin.value.dim() > 2]
+    return kernels[0] if len(kernels) == 1 else None
+
+
+def _dense_bytes(use: ParamUse, forward: ForwardContext) -> int:
+    """Return the bytes of per-sample gradients where all factors of a use are such; else 0."""
+    if any(not form.startswith("dense") for form in use.site.forms.values()):
+        return 0
+    return sum(forward.batch_size * tracked.origin.value.numel() * 4 for tracked in use.targets.values())
+
+
+def _matrix_of(use: ParamUse, arriving: int, forward: ForwardContext) -> tuple[str, Shape] | None:
+    """Return the parameter and sizes of a use that is one product of a matrix with rows of samples."""
+    if not inputs_of(use):
+        return None
+    rows = inputs_of(use)[0]
+    for tracked in use.targets.values():
+        weight = tracked.origin.value
+        if tracked.origin.func or weight.dim() != 2 or rows.dim() < 2 or not rows.numel():
+            continue
+        inputs = rows.shape[-1]
+        positions, rest = divmod(rows.numel() // inputs, max(1, forward.batch_size))
+        outputs, other = divmod(weight.numel(), inputs)
+        same = arriving == forward.batch_size * positions * outputs * rows.element_size()
+        if rest or other or not same or inputs not in weight.shape:
+            continue
+        shape = Shape(forward.batch_size, positions, inputs, outputs, rows.dtype, rows.device)
+        return tracked.origin.names[0], shape
+    return None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of a backward."""
+
+    use: ParamUse | None  # the use whose gradient arrives there, or None
+    saved: Sizes  # memory that it reads: address and bytes
+    inputs: Sizes  # the part of it that its use keeps
+    arriving: int  # bytes of the gradient that it takes
+    before: int  # bytes of all gradients that are on their way when it begins
+    passing: int  # the same while it runs
+    ends: int | None  # number of the block's call that ends there in the forward, or None
+    names: dict[str, str] = field(default_factory=dict)  # its use's parameters, by the names that they have in the use
+    memory: UseMemory = NOTHING  # what book-keeping stores of its use
+
+    @property
+    def stored(self) -> Sizes:
+        """Memory of inputs from the gradient's arrival on, one copy for all that read them."""
+        return self.inputs if self.memory.with_inputs else {}
+
+
+@dataclass
+class Stretch:
+    """Consecutive operations of one block, or between blocks."""
+
+    call: int | None  # number of the block's call; None between blocks
+    steps: list[Step] = field(default_factory=list)
+
+
+class Timeline:
+    """Memory of a backward at every moment."""
+
+    # operations, in the order of the backward
+    # of blocks in the forward, in order
+    def __init__(self, calls: Sequence[BlockCall], parts: Sequence[Stretch], forward: ForwardContext) -> None:
+        self.calls, self.parts = calls, parts
+        self.steps = [step for part in parts for step in part.steps]
+        self._unplanned = 4 * forward.unplanned
+
+    def price(self, recomputed: Collection[int], cut: int | None) -> float:
+        """Return the FLOPs of a choice: of forwards that are run again."""
+        # Attention's own products and everything between blocks left out.
+        total = sum(map(self._forward_of, recomputed))
+        # The part behind the cut is run again in either backward, and its input gradients are formed twice.
+        return total + 2 * sum(map(self._forward_of, range(0 if cut is None else cut + 1)))
+
+    def _forward_of(self, call: int) -> float:
+        """Return the cost of a block's forward: products, and writing saved tensors."""
+        steps = [step for part in self.parts if part.call == call for step in part.steps]
+        work = sum(step.memory.work for step in steps)
+        written = sum({key: size for step in steps for key, size in step.saved.items()}.values())
+        matrices = (step.memory.matrix for step in steps if step.arriving >= _SMALL)
+        return work + written * next((matrix[1].moving for matrix in matrices if matrix is not None), 1.0)
+
+    def ordinary_peak(self) -> int:
+        """Return the peak of the same backward of ordinary training, its gradients included."""
+        sizes, (live, passing) = self._new_gradients(), self._live(frozenset(), None, ())
+        return int(max((live + passing + sizes.cumsum() - sizes).max(), sizes.sum()))
+
+    def _new_gradients(self) -> np.ndarray:
+        """Return the bytes of the parameters' gradients that each operation is the first to add to."""
+        seen, sizes = set[str](), list[int]()
+        for step in self.steps:
+            new = {argument: name for argument, name in step.names.items() if name not in seen}
+            seen.update(new.values())
+            sizes.append(0 if step.use is None else parameter_bytes(step.use, new))
+        return np.array(sizes)
+
+    def live_bytes(self) -> np.ndarray:
+        """Return the bytes in memory as each operation begins, with what book-keeping stores of those before it."""
+        live, passing = self._live(frozenset(), None, [step.stored for step in self.steps])
+        gradients = np.array([step.memory.gradient for step in self.steps])
+        return live + passing + gradients.cumsum() - gradients
+
+    def peak(self, recomputed: Collection[int], cut: int | None) -> int:
+        """Return the peak bytes of a private backward."""
+        # recomputed: calls of which only inputs are stored. cut: the call at whose end the part with a second backward
+        # begins. Of what norms are formed in, only a convolution's windows are counted.
+        steps, begin, sizes = self.steps, self._begin(cut), self._new_gradients()
+        live, passing = self._live(recomputed, cut, [step.stored for step in steps])
+        before = np.arange(len(steps)) < begin
+        gathered = self._unplanned + np.cumsum([step.memory.gradient for step in steps] * before)
+        # What is kept of a use is formed before the operation itself runs.
+        forming = [step.before + step.memory.forming for step in steps]
+        first = (live + np.maximum(passing, forming) + gathered).max()
+        contracted = list(zip(steps[:begin], sizes[:begin], strict=True))
+        first = max(first, self._most_contracting(contracted, live[-1] + gathered[-1], self._read_behind(begin, cut)))
+        again = np.where(before, 0, sizes)
+        second = (live + passing + again.cumsum() - again)[begin:].max(initial=0) + sizes[:begin].sum()
+        return int(first if cut is None else max(first, second))
+
+    def _read_behind(self, begin: int, cut: int | None) -> set[Hashable]:
+        """Return the memory that is read behind a cut, by the second backward."""
+        calls = () if cut is None else self.calls[: cut + 1]
+        read = {address for call in calls for address, _ in call.inputs}
+        return read.union(*(step.saved for step in self.steps[begin:]))
+
+    def _most_contracting(
+        self, contracted: Sequence[tuple[Step, int]], live: int, read_again: Collection[Hashable]
+    ) -> int:
+        """Return the peak while sums are formed one by one and their operands freed, unless they are read again."""
+        most, holders = 0, Counter(key for step, _ in contracted for key in step.stored)
+        for step, size in contracted:
+            live += size
+            most = max(most, live)
+            holders.subtract(step.stored.keys())
+            gone = [size for key, size in step.stored.items() if not holders[key] and key not in read_again]
+            live -= step.memory.gradient + sum(gone)
+        return most
+
+    def _begin(self, cut: int | None) -> int:
+        """Return the number of the first operation behind a cut; that of all operations where there is none."""
+        if cut is None:
+            return len(self.steps)
+        return next(number for number, step in enumerate(self.steps) if step.ends == cut)
+
+    def _live(
+        self, recomputed: Collection[int], cut: int | None, stored: Sequence[Sizes]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of saved memory, and of passing gradients, at every operation."""
+        # stored: inputs that are held for each operation's use; empty in ordinary training.
+        begin, total = self._begin(cut), len(self.steps)
+        spans: dict[Hashable, tuple[int, int, int]] = {}
+
+        def hold(sizes: Sizes, start: int, end: int) -> None:
+            for key, size in sizes.items():
+                before = spans.get(key, (start, end, size))
+                spans[key] = min(before[0], start), max(before[1], end), size
+
+        number = 0
+        for part in self.parts:
+            start, last = number, number + len(part.steps) - 1
+            recomputes = part.call is not None and part.call in recomputed
+            if recomputes:
+                assert part.call is not None
+                hold(dict(self.calls[part.call].inputs), 0, total if start >= begin else last)
+            for step in part.steps:
+                stays = number >= begin and not recomputes
+                hold(step.saved, start if recomputes else 0, total if stays else number)
+                if stored and number < begin:
+                    hold(stored[number], number, total)
+                number += 1
+        live = np.zeros(total)
+        for start, end, size in spans.values():
+            live[start : end + 1] += size
+        return live, np.array([step.passing for step in self.steps], dtype=float)
+
+
+def timeline_of(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) -> Timeline | None:
+    """Read the graph of a backward that will start at a loss; None where some kind of block has no unreduced call."""
+    calls: Sequence[BlockCall] = forward.blocks
+    constant = addresses(parameters)
+    parts: list[Stretch] = []
+    nodes = nodes_in_order(loss.grad_fn)
+    for node, waiting in zip(nodes, passing_of(nodes), strict=True):
+        order = _torch.order_of(node)
+        call = next((number for number, one in enumerate(calls) if one.first <= order < one.last), None)
+        if not parts or parts[-1].call != call:
+            parts.append(Stretch(call))
+        if call is None or calls[call].may_be_read:
+            parts[-1].steps.append(_step_of(node, waiting, constant, forward))
+    seen = Counter(address for call in calls for address, _ in set(call.inputs))
+    shared = {address for address, count in seen.items() if count > 1}
+    measured = {calls[part.call].kind: part for part in parts if part.call is not None and part.steps}
+    for part in parts:
+        if part.call is not None and not calls[part.call].may_be_read:
+            like = measured.get(calls[part.call].kind)
+            if like is None or like.call is None:
+                return None
+            part.steps = _translated(like.steps, part.call, calls[like.call], calls[part.call], shared)
+    return Timeline(calls, parts, forward)
+
+
+def read_whole(
+    node: Any, forward: ForwardContext, parameters: Iterable[Tensor], *, behind: Sequence[Step] = ()
+) -> Timeline:
+    """Read the graph of a backward from a node on, as one stretch, behind operations that are known."""
+    constant, nodes = addresses(parameters), nodes_in_order(node)
+    steps = [_step_of(one, waiting, constant, forward) for one, waiting in zip(nodes, passing_of(nodes), strict=True)]
+    return Timeline((), [Stretch(None, [*behind, *steps])], forward)
+
+
+def read_from(use: ParamUse, grad: Tensor, parameters: Collection[Tensor]) -> Timeline:
+    """Read the rest of a backward from its first use on, without what the loss itself stored."""
+    inputs = storages(inputs_of(use), addresses(parameters))
+    size = grad.numel() * grad.element_size()
+    memory = memory_of(use, size, use.forward)
+    first = Step(use, inputs, inputs, size, size, size, None, _names(use), memory)
+    return read_whole(use.behind, use.forward, parameters, behind=[first])
+
+
+def _step_of(node: Any, waiting: tuple[int, int], constant: set[int], forward: ForwardContext) -> Step:
+    use, arriving = node.metadata.get(METADATA_KEY), _bytes_of(_torch.outputs_of(node))
+    inputs = storages(inputs_of(use), constant)
+    saved = storages(_torch.saved_tensors(node), constant) | inputs
+    step = Step(use, saved, inputs, arriving, *waiting, node.metadata.get(BLOCK_KEY))
+    return step if use is None else replace(step, names=_names(use), memory=memory_of(use, arriving, forward))
+
+
+def _translated(
+    steps: Sequence[Step], number: int, like: BlockCall, call: BlockCall, shared: Collection[int]
+) -> list[Step]:
+    """Return the operations of one block as those of another call of its kind."""
+    addresses = {there: here for (there, _), (here, _) in zip(like.inputs, call.inputs, strict=True)}
+
+    def sizes(by_address: Sizes) -> Sizes:
+        # What is neither an input nor shared is the block's own.
+        return {addresses.get(key, key if key in shared else (number, key)): size for key, size in by_address.items()}
+
+    def named(name: str) -> str:
+        return call.name + name.removeprefix(like.name) if name.startswith(f"{like.name}.") else name
+
+    return [
+        replace(
+            step, saved=sizes(step.saved), inputs=sizes(step.inputs),
+            names={argument: named(name) for argument, name in step.names.items()},
+        )
+        for step in steps
+    ]  # fmt: skip
+
+
+def _names(use: ParamUse) -> dict[str, str]:
+    return {name: name for tracked in use.targets.values() for name in tracked.origin.names}
 
 
 @dataclass(frozen=True)
@@ -91,7 +531,7 @@ class BlockPlanner:
         known = self._plans.get(forward.input_sizes)
         if known is None:
             with torch.no_grad():
-                read = timeline.read(loss, forward, parameters.values())
+                read = timeline_of(loss, forward, parameters.values())
             if read is None or not any(part.steps for part in read.parts):
                 return None
             cuts = [number for number in range(len(forward.blocks)) if cut_at(number, loss, forward) is not None]

@@ -18,8 +18,8 @@ from torch import nn
 from ghostclip import _validate
 from ghostclip._validate import non_negative, positive, positive_int
 from ghostclip.accounting import Accountant, Bounds, IAccountant
+from ghostclip.accounting.calibration import bounding_accountant
 from ghostclip.accounting.history import Charge, Kind, SamplingEvent, checked_others, counted, times
-from ghostclip.accounting.registry import bounding_accountant
 from ghostclip.errors import BudgetExceededError, InvalidOptionError
 from ghostclip.noise.exact import Grid
 

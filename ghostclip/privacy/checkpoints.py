@@ -21,9 +21,8 @@ from ghostclip.distributed import Pipeline
 from ghostclip.distributed.agreement import from_first, world_size
 from ghostclip.distributed.weights import gathered_whole, is_in_parts, parts_for
 from ghostclip.errors import OutputError, ResumeError
-from ghostclip.kernels.fingerprints import content_prints, read_prints
-from ghostclip.noise.correlated import plain
-from ghostclip.noise.keyed import KeyedNoise
+from ghostclip.kernels.sums import content_prints, read_prints
+from ghostclip.noise.keyed import KeyedNoise, plain
 from ghostclip.optim import DPOptimizer
 from ghostclip.privacy.account import Account, run_of
 from ghostclip.privacy.budget import coordinates_of

@@ -41,8 +41,8 @@ from ghostclip.data.physical_batches import splittable_batches
 from ghostclip.distributed.agreement import announcing_error, gathered, refusals_shared, require_equal, world_size
 from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.language import seeded_generators
-from ghostclip.mechanisms.mechanism import Mechanism
-from ghostclip.noise.correlated import Correlation
+from ghostclip.mechanisms import Mechanism
+from ghostclip.noise.keyed import Correlation
 from ghostclip.optim import DPOptimizer
 from ghostclip.optim.draws import Draw, DrawLog
 from ghostclip.privacy.budget import cost_of

@@ -31,7 +31,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ghostclip import _torch
 from ghostclip.errors import DataError, UncoveredParameterError
 from ghostclip.factors import Factor, Outer
-from ghostclip.rules.product import position_sum
+from ghostclip.rules.linear import position_sum
 from ghostclip.rules.registry import Call, Captured, Split, register_op
 
 

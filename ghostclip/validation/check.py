@@ -25,7 +25,7 @@ from ghostclip.checks.module_state import restored
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.data.physical_batches import count_rows, find_max_physical_batch_size
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError
-from ghostclip.facade.module import clipper_of
+from ghostclip.facade import clipper_of
 from ghostclip.validation.validate import (
     LossFn,
     Report,

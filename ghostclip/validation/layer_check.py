@@ -24,9 +24,9 @@ from ghostclip import _tree
 from ghostclip._validate import options_of, takes
 from ghostclip.capture.opaque_modules import uncompared
 from ghostclip.clipper import GhostClipper
-from ghostclip.clipping.coefficients import clip_coefficients
+from ghostclip.clipping.bounds import clip_coefficients
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
-from ghostclip.facade.module import strategy_of
+from ghostclip.facade import strategy_of
 
 STRATEGIES: Final = ("bookkeeping", "ghost", "fast", "hooks")
 REDUCTIONS: Final = ("mean", "sum")

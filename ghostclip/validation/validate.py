@@ -25,7 +25,7 @@ from ghostclip.checks.batches import Randomness
 from ghostclip.checks.dependence import DependenceStart, batch_axis_of, dependence_start, same_randomness, taken
 from ghostclip.checks.module_state import restored
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
-from ghostclip.clipping.coefficients import clip_coefficients
+from ghostclip.clipping.bounds import clip_coefficients
 from ghostclip.errors import (
     DataError,
     GhostClipError,

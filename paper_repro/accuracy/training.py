@@ -22,12 +22,12 @@ from ghostclip.mechanisms import (
     BandedMatrixFactorization,
     BufferedToeplitz,
     CalibratedMechanism,
+    Correlated,
     Mechanism,
     PoissonSampling,
     UnamplifiedSampling,
     plan_privacy,
 )
-from ghostclip.mechanisms.mechanism import Correlated
 from paper_repro.accuracy.tasks import Task, found
 
 DECAY = 0.95

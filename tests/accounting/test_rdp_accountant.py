@@ -9,8 +9,8 @@ import pytest
 from scipy.special import log_ndtr
 
 from ghostclip.accounting import Accountant, RDPAccountant, create_accountant, register_accountant
+from ghostclip.accounting.calibration import _ACCOUNTANTS
 from ghostclip.accounting.rdp import rdp_of_history
-from ghostclip.accounting.registry import _ACCOUNTANTS
 from ghostclip.errors import InvalidOptionError
 
 # (σ, q, steps, δ, ε of a certified privacy-loss-distribution accountant, how far above it Rényi bounds lie)
@@ -152,7 +152,7 @@ def test_unknown_accountants_are_refused_with_what_exists(name, match):
 
 
 def test_accountants_can_be_registered(monkeypatch):
-    monkeypatch.setattr("ghostclip.accounting.registry._ACCOUNTANTS", dict(_ACCOUNTANTS))
+    monkeypatch.setattr("ghostclip.accounting.calibration._ACCOUNTANTS", dict(_ACCOUNTANTS))
 
     class Other(RDPAccountant):
         @classmethod

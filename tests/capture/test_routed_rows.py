@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ghostclip
-from ghostclip.capture import row_tracker
+from ghostclip.capture import inputs
 from ghostclip.errors import BatchAxisError, SampleMixingError
 from tests.reference import clip_and_sum, per_sample_gradients
 
@@ -211,8 +211,8 @@ class _Adapted(nn.Module):
 @pytest.mark.parametrize("switched", ["never", "more of it", "in another order"])
 def test_data_that_is_in_no_graph_is_looked_at_until_the_last_parameter_that_met_it(switched, monkeypatch):
     looks = []
-    known = row_tracker._detaches
-    monkeypatch.setattr(row_tracker, "_detaches", lambda *given: looks.append(1) or known(*given))
+    known = inputs._detaches
+    monkeypatch.setattr(inputs, "_detaches", lambda *given: looks.append(1) or known(*given))
     torch.manual_seed(0)
     model, twin, counts = _Adapted().double(), _Adapted().double(), []
     with ghostclip.GhostClipper(model, max_grad_norm=0.5) as clipper:
@@ -235,7 +235,7 @@ def test_data_that_is_in_no_graph_is_looked_at_until_the_last_parameter_that_met
 
 
 def test_a_model_that_is_asked_about_again_is_looked_at_to_the_end():
-    tracker, x = row_tracker.RowTracker(), torch.randn(4, 5)
+    tracker, x = inputs.RowTracker(), torch.randn(4, 5)
 
     def missed(queries):
         tracker.begin(4, 0, [x], watched=False)

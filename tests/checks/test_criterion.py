@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
-from ghostclip.checks import criterion as known
+from ghostclip.checks.losses import KnownLoss
 from ghostclip.errors import LossReductionError
 from ghostclip.facade import PrivateCriterion
 
@@ -256,13 +256,13 @@ def test_what_cannot_be_computed_with_other_samples_is_said():
 @pytest.fixture
 def seen(monkeypatch):
     """Shapes of the first argument in every look: what a criterion notes by itself is put back."""
-    shapes, computed = [], known.KnownLoss._computed
+    shapes, computed = [], KnownLoss._computed
 
     def noting(self, inputs, *args, **kwargs):
         shapes.append(inputs[0][0].shape)
         return computed(self, inputs, *args, **kwargs)
 
-    monkeypatch.setattr(known.KnownLoss, "_computed", noting)
+    monkeypatch.setattr(KnownLoss, "_computed", noting)
     return shapes
 
 

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
+from ghostclip import commands
 from ghostclip.accounting import create_accountant
-from ghostclip.commands import privacy
 
 
 def reference(*history, delta=1e-5, relation="zero_out"):
@@ -44,8 +44,8 @@ def test_what_is_printed_is_rounded_upwards(command):
     [(2.0, "2", "2"), (1.23451, "1.2346", "1.2345"), (987654.0, "9.8766e+05", "9.8765e+05"), (0.0, "0", "0")],
 )
 def test_numbers_are_rounded_to_their_own_side(value, up, down):
-    assert privacy._rounded(value, math.ceil) == up
-    assert privacy._rounded(value, math.floor) == down
+    assert commands._rounded(value, math.ceil) == up
+    assert commands._rounded(value, math.floor) == down
 
 
 def test_samples_epochs_and_a_delta_too_large(command):
@@ -94,7 +94,7 @@ def test_neighbours_matter(command):
 
 def test_a_plot_shows_both_bounds_by_steps(command, tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure()
-    monkeypatch.setattr(privacy, "picture", lambda path, size: nullcontext(figure))
+    monkeypatch.setattr(commands, "picture", lambda path, size: nullcontext(figure))
     assert command("epsilon", *SETTING, "--steps", 100, "--plot", tmp_path / "curves.png")[0] == 0
     spent = reference((1.0, 0.01, 100))
     (axes,) = figure.axes

@@ -9,8 +9,7 @@ import pytest
 
 import ghostclip
 from benchmarks.flops import counter
-from ghostclip.validation.inspection import inspect_model, losses_of
-from ghostclip.validation.sources import InspectionRequest, load_source
+from ghostclip.validation.inspection import InspectionRequest, inspect_model, load_source, losses_of
 
 SCRIPT = """
 import torch

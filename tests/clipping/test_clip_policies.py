@@ -13,8 +13,7 @@ from torch import nn
 
 from ghostclip import GhostClipper
 from ghostclip.clipping import policies
-from ghostclip.clipping.bounds import QuantileAdaptation
-from ghostclip.clipping.coefficients import PSAC, AutoS, Flat, Normalised
+from ghostclip.clipping.bounds import PSAC, AutoS, Flat, Normalised, QuantileAdaptation
 from ghostclip.errors import InvalidOptionError
 from ghostclip.optim import DPOptimizer
 from tests.cases import by_name

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ghostclip.clipping import policies
-from ghostclip.clipping.coefficients import PSAC, AutoS, Flat, Normalised
+from ghostclip.clipping.bounds import PSAC, AutoS, Flat, Normalised
 from ghostclip.clipping.norms import GroupNorms, NormSum
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.factors import Dense, Outer, SquaredNorm

@@ -13,7 +13,7 @@ opacus = pytest.importorskip("opacus")
 
 from ghostclip.compat.opacus.surface import REFUSED  # noqa: E402
 from ghostclip.errors import InvalidOptionError, NotOfferedError  # noqa: E402
-from ghostclip.facade.module import REFUSED_MODES  # noqa: E402
+from ghostclip.facade import REFUSED_MODES  # noqa: E402
 from tests.compat.surface import differences, reasons, table  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]

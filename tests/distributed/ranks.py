@@ -15,8 +15,8 @@ from ghostclip import PrivacyEngine
 from ghostclip.compat.opacus.data_loader import DistributedUniformWithReplacementSampler
 from ghostclip.compat.opacus.optimizers import DistributedDPOptimizer
 from ghostclip.data import DPDataLoader, Poisson, PrivateSampler
+from ghostclip.data.loader import share_sampler
 from ghostclip.data.physical_batches import BatchMemoryManager
-from ghostclip.data.sampler import share_sampler
 from ghostclip.distributed import DifferentiallyPrivateDistributedDataParallel, SharedNoise, broadcast_parameters
 from ghostclip.distributed.agreement import Share, require_agreement, share_noise
 from ghostclip.distributed.release import noisy_sums_

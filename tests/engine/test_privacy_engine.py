@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from ghostclip import PrivacyEngine
-from ghostclip.accounting.registry import DEFAULT_ACCOUNTANT, BestAccountant
+from ghostclip.accounting.calibration import DEFAULT_ACCOUNTANT, BestAccountant
 from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.errors import (
     DataError,

@@ -60,7 +60,7 @@ def test_search(kind, numerics, strategy):
 
 def test_a_move_above_the_bound_is_seen(monkeypatch):
     """A clipper that lets everything through by a thousandth too much."""
-    monkeypatch.setattr("ghostclip.clipping.coefficients._margin", lambda bound, dtype: bound * 1.001)
+    monkeypatch.setattr("ghostclip.clipping.bounds._margin", lambda bound, dtype: bound * 1.001)
     found = search_cell(Cell("linear", "float32", "bookkeeping"), 5, seed=0)
     assert found.worst() == pytest.approx(1.001, abs=1e-5)
     assert found.failed

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ghostclip.clipping.coefficients import clip_coefficients
+from ghostclip.clipping.bounds import clip_coefficients
 from ghostclip.clipping.norms import NormSum
 from ghostclip.factors import Dense, Outer
 

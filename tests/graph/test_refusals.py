@@ -9,9 +9,8 @@ import torch
 
 import ghostclip
 from ghostclip.graph import NoGraphError
-from ghostclip.graph.axes import analysed
 from ghostclip.graph.compiled import Part, part_of
-from ghostclip.graph.trace import inputs_of, trace
+from ghostclip.graph.trace import analysed, inputs_of, trace
 from tests.graph.steps import ATEN, Net, batch, eager_sums, losses, net, step_of, sums
 
 

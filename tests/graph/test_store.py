@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ghostclip import _torch
-from ghostclip.clipping.coefficients import Flat
+from ghostclip.clipping.bounds import Flat
 from ghostclip.clipping.policies import ClipPolicy, per_layer
 from ghostclip.graph import GraphOptions, compiled
 from tests.graph.steps import Net, batch, eager_sums, losses, net, step_of

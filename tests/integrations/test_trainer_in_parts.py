@@ -72,7 +72,7 @@ def _trained(folder, toy, mesh, *, own_loss=False, options=None):
     records = [{"input_ids": row, "labels": row} for row in ids]
     model = _model(toy)
     if mesh is not None:
-        from ghostclip.finetune.ranks import divide
+        from ghostclip.finetune.models import divide
         from ghostclip.scaling import Mesh
 
         divide(model, Mesh.parse(mesh), torch.device("cpu"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ghostclip.distributed import release
-from ghostclip.kernels.fingerprints import WIDTH, content_prints
+from ghostclip.kernels.sums import WIDTH, content_prints
 
 
 def test_any_change_is_seen():

@@ -135,7 +135,7 @@ def _optimizer_before_the_model(world: World) -> None:
 @row(LOOPS, kind="script")
 def _accountant_with_four_methods(world: World) -> None:
     """A registered accountant with only Opacus's four methods."""
-    from ghostclip.accounting import IAccountant, register_accountant, registry
+    from ghostclip.accounting import IAccountant, calibration, register_accountant
 
     class Counting(IAccountant):
         def __init__(self) -> None:
@@ -159,7 +159,7 @@ def _accountant_with_four_methods(world: World) -> None:
         engine = world.new_engine(accountant="counting steps")
     finally:
         # Names are for the whole process, and other loops list them.
-        del registry._ACCOUNTANTS["counting steps"]
+        del calibration._ACCOUNTANTS["counting steps"]
     model, optimizer, loader = _private(world, world.watch(mlp))
     for x, y in loader:
         optimizer.zero_grad()

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from ghostclip.accounting.calibration import bounding_accountant
 from ghostclip.accounting.pairs import Cells, DiscretePair, allocated
-from ghostclip.accounting.registry import bounding_accountant
 from ghostclip.data import RandomAllocation
 from ghostclip.errors import InvalidOptionError
 

@@ -28,9 +28,10 @@ from ghostclip.mechanisms import (
     Mechanism,
     PoissonSampling,
     UnamplifiedSampling,
+    inverse_of,
+    series,
 )
-from ghostclip.mechanisms.toeplitz import inverse_of, series
-from ghostclip.noise.correlated import Correlation
+from ghostclip.noise.keyed import Correlation
 
 # δ is large for what a few thousand canaries can prove.
 pytestmark = pytest.mark.filterwarnings("ignore:delta=0.01 is not below")
@@ -194,7 +195,7 @@ def test_noise_that_is_taken_back_in_full_too_early_is_caught(
     mechanism: Mechanism, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The noise of step 0 in all steps: the difference of two of them has none.
-    from ghostclip.noise.correlated import NoiseRows
+    from ghostclip.noise.keyed import NoiseRows
 
     def same(self: NoiseRows, position: int, place: Any, draw: Callable[[int], Any], kept: Any) -> Any:
         return draw(position - self.row * self.stride).mul_(self.correlation.scale)

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from ghostclip.errors import InvalidOptionError, ResumeError
-from ghostclip.mechanisms.toeplitz import buffered, inverse_of, of_inverse, series
+from ghostclip.mechanisms import buffered, inverse_of, of_inverse, series
 from ghostclip.noise import ExactNoise
 from ghostclip.noise.continuous import make_noise_source
-from ghostclip.noise.correlated import Correlation
-from ghostclip.noise.keyed import KeyedNoise, add_noise_
+from ghostclip.noise.keyed import Correlation, KeyedNoise, add_noise_
 
 CORRELATION = Correlation(of_inverse((1.0, -0.5, 0.25)), scale=2.0)
 BANDED = Correlation(inverse_of(of_inverse((1.0, 0.6, 0.3, 0.1))), scale=1.5)

@@ -8,7 +8,7 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from ghostclip.accounting.registry import bounding_accountant
+from ghostclip.accounting.calibration import bounding_accountant
 from ghostclip.mechanisms import (
     BandedInverse,
     BandedMatrixFactorization,

@@ -11,9 +11,17 @@ from torch import nn
 
 from ghostclip.accounting import get_noise_multiplier
 from ghostclip.errors import BudgetError, ResumeError
-from ghostclip.mechanisms import AveragedWeights, BandedInverse, PoissonSampling, UnamplifiedSampling, plan_privacy
-from ghostclip.mechanisms.plan import described, noise_to_batch, recommendation
-from ghostclip.mechanisms.toeplitz import series
+from ghostclip.mechanisms import (
+    AveragedWeights,
+    BandedInverse,
+    PoissonSampling,
+    UnamplifiedSampling,
+    described,
+    noise_to_batch,
+    plan_privacy,
+    recommendation,
+    series,
+)
 
 TRAINING = {"num_samples": 10_000, "batch_size": 500, "target_delta": 1e-5}
 

@@ -9,7 +9,7 @@ import pytest
 from scipy.linalg import toeplitz
 
 from ghostclip.errors import InvalidOptionError
-from ghostclip.mechanisms.toeplitz import (
+from ghostclip.mechanisms import (
     PREFIX_SUMS,
     Filter,
     Workload,

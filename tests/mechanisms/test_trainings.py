@@ -25,8 +25,9 @@ from ghostclip.mechanisms import (
     Mechanism,
     PoissonSampling,
     UnamplifiedSampling,
+    inverse_of,
+    series,
 )
-from ghostclip.mechanisms.toeplitz import inverse_of, series
 
 # Sums without noise are compared, and two backwards before a step are tried.
 pytestmark = [

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ghostclip.accounting.registry import bounding_accountant
+from ghostclip.accounting.calibration import bounding_accountant
 from paper_repro import __main__ as program
 from paper_repro.accuracy import search
 from paper_repro.accuracy.__main__ import RESULTS

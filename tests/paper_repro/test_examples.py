@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from ghostclip.clipping import policies
-from ghostclip.clipping.coefficients import clip_coefficients
+from ghostclip.clipping.bounds import clip_coefficients
 from paper_repro.examples import __main__ as program
 from paper_repro.examples import audited
 from tests.audit import mutations

@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import replace
 
-from ghostclip.accounting.registry import bounding_accountant
+from ghostclip.accounting.calibration import bounding_accountant
 from paper_repro import good_model
 from paper_repro.good_model import DELTA, EPSILON, RESULTS, TRAIN, Setting, filled, markdown, noise
 from tests.docs.pages import DOCS

@@ -17,17 +17,17 @@ LONG_FOR_A_REASON = re.compile(r"#\s*long:\s*\S+")
 # user's own module takes are listed, as "module:function".
 MAY_FORWARD_OPTIONS = {
     "ghostclip.capture.inputs:forward",
-    "ghostclip.facade.module:forward",
-    "ghostclip.facade.criterion:__call__",
-    "ghostclip.facade.criterion:per_sample",
+    "ghostclip.facade:forward",
+    "ghostclip.facade:__call__",
+    "ghostclip.facade:per_sample",
     "ghostclip.finetune.training:on_step_end",
     "ghostclip.graph.step:__call__",
     "ghostclip.graph.step:_unseen",
     "ghostclip.graph.trace:forward",
     "ghostclip.distributed.weights:forward",
-    "ghostclip.distributed.pipeline_module:step",
+    "ghostclip.distributed.pipeline:step",
     "ghostclip.integrations.trl:__call__",
-    "ghostclip.scaling.models:_attention",
+    "ghostclip.scaling:_attention",
 }
 
 # Leftovers of writing, and places that exist on one machine only. Spelt so that this file does not match itself.

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.flops import counter
 from ghostclip import GhostClipper
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
-from ghostclip.scaling import Mesh, load_planned, plan_devices
-from ghostclip.scaling.models import blocks_of, values_per_device
+from ghostclip.scaling import Mesh, blocks_of, load_planned, plan_devices, values_per_device
 
 transformers = pytest.importorskip("transformers")
 

@@ -2,7 +2,7 @@
 
 What is offered does what Opacus's does, or something else for a stated reason; what is not offered says why where it is
 imported. New code needs none of this: `ghostclip` has the same engine under its own names. The modules are made from
-the table in `surface`; `training`, `loading`, `functions` and `torch_layers` hold what is more than another name.
+the table in `surface`; `training`, `loading` and `functions` hold what is more than another name.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ from ghostclip import BatchMemoryManager, DPDataLoader, DPOptimizer
 from ghostclip._validate import defaults, positive_int, takes
 from ghostclip.data import Poisson, PrivateSampler
 from ghostclip.data.collation import empty_like
-from ghostclip.data.loader import refuse_invented_records, worker_options
+from ghostclip.data.loader import refuse_invented_records, share_sampler, worker_options
 from ghostclip.data.physical_batches import FixedSize, PhysicalBatchLoader, SplittingSampler
-from ghostclip.data.sampler import share_sampler
 from ghostclip.errors import DataError, InvalidOptionError, MissingGradientError
 from ghostclip.optim import BatchToken, private_optimizer
 

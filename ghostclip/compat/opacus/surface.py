@@ -16,7 +16,7 @@ from types import CodeType, ModuleType
 from typing import Any, Final
 
 from ghostclip.errors import NotOfferedError
-from ghostclip.facade.module import NO_OP, SHARDED
+from ghostclip.facade import NO_OP, SHARDED
 
 PACKAGE: Final = "ghostclip.compat.opacus"
 
@@ -34,7 +34,7 @@ MODULES: Final[dict[str, str]] = {
     "accountants.gdp": "^accounting: GaussianAccountant",
     "accountants.prv": "^accounting: PRVAccountant",
     "accountants.rdp": "^accounting: RDPAccountant",
-    "accountants.registry": "^accounting: create_accountant register_accountant; accounting.registry: _ACCOUNTANTS",
+    "accountants.registry": "^accounting: create_accountant register_accountant; accounting.calibration: _ACCOUNTANTS",
     "accountants.utils": "accounting.calibration: MAX_SIGMA get_noise_multiplier",
     "data_loader": f"data: DPDataLoader EmptyBatchCollate; {_SAMPLERS}; "
     ".loading: CollateFnWithEmpty dtype_safe shape_safe switch_generator wrap_collate_with_empty",
@@ -49,9 +49,9 @@ MODULES: Final[dict[str, str]] = {
     "grad_sample.gsm_exp_weights": "^facade: GradSampleModuleExpandedWeights=GradSampleModule",
     "grad_sample.utils": "^.training: get_gsm_class get_hooks_class prepare_module wrap_model=prepare_module; "
     "rules.registry: register_grad_sampler register_norm_sampler",
-    "layers.dp_multihead_attention": "^.torch_layers: DPMultiheadAttention SequenceBias",
-    "layers.dp_rnn": "^.torch_layers: DPGRU DPGRUCell DPLSTM DPLSTMCell DPRNN DPRNNCell RNNLinear",
-    "layers.param_rename": "^.torch_layers: RenameParamsMixin",
+    "layers.dp_multihead_attention": "^.functions: DPMultiheadAttention SequenceBias",
+    "layers.dp_rnn": "^.functions: DPGRU DPGRUCell DPLSTM DPLSTMCell DPRNN DPRNNCell RNNLinear",
+    "layers.param_rename": "^.functions: RenameParamsMixin",
     "lightning": "data: DPDataLoader; integrations.lightning: DPLightningDataModule",
     "optimizers": "optim: BatchToken MemberOptimizer release_of",
     "optimizers.adaclipoptimizer": "^.training: AdaClipDPOptimizer",
@@ -67,8 +67,8 @@ MODULES: Final[dict[str, str]] = {
     "optimizers.variants": "^.training: AdaClipDPOptimizer DPPerLayerOptimizer DistributedDPOptimizer "
     "get_optimizer_class",
     "privacy_engine": "optim: DPOptimizer; engine: PrivacyEngine; accounting: create_accountant",
-    "schedulers.grad_clip_scheduler": "^optim.schedules: ExponentialGradClip LambdaGradClip StepGradClip",
-    "schedulers.noise_scheduler": "^optim.schedules: ExponentialNoise LambdaNoise StepNoise",
+    "schedulers.grad_clip_scheduler": "^.training: ExponentialGradClip LambdaGradClip StepGradClip",
+    "schedulers.noise_scheduler": "^.training: ExponentialNoise LambdaNoise StepNoise",
     "scripts.compute_dp_sgd_privacy": ".functions: compute_dp_sgd_privacy main steps_of",
     "utils.adaptive_clipping.adaptive_clipping_utils": f"{_ADAPTIVE} PrivacyEngineAdaptiveClipping",
     "utils.adaptive_clipping.losses": _ADAPTIVE,
