@@ -131,6 +131,9 @@ class LoopRecord(TorchFunctionMode):
     ) -> Any:
         """Run any function, and note it."""
         kwargs = kwargs or {}
+        if func is torch.autograd.backward:
+            # Torch's own, which looks it up again: what was taken from torch before is no other here.
+            func = getattr(func, "__wrapped__", func)
         if not self._is_open or func in _BACKWARDS or func is torch.autograd.grad:
             self._is_open = self._is_open and func not in _BACKWARDS
             return func(*args, **kwargs)
