@@ -54,7 +54,8 @@ _SUMS: Final = 4
 # Of larger tensors (logits of a language model) as many samples are looked at as have so many elements.
 _LARGE: Final = 1 << 16
 _BACKWARDS: Final = frozenset({Tensor.backward, torch.autograd.backward})
-_IN_PLACE: Final = re.compile("(.*[^_]_)|__(setitem|i[a-z]+)__")
+# Running statistics are written to without being counted.
+_IN_PLACE: Final = re.compile("(.*[^_]_)|__(setitem|i[a-z]+)__|(batch|instance)_norm")
 
 
 @_tree.leaf
@@ -137,21 +138,20 @@ class LoopRecord(TorchFunctionMode):
         if not self._is_open or func in _BACKWARDS or func is torch.autograd.grad:
             self._is_open = self._is_open and func not in _BACKWARDS
             return func(*args, **kwargs)
-        writes = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", "")))
+        by_name = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", "")))
         try:
             # Before it runs: it may change either.
             graded, arguments = torch.is_grad_enabled(), _tree.mapped(self._noted, (args, kwargs))
-            if writes and args and isinstance(args[0], Tensor):
+            if by_name and args and isinstance(args[0], Tensor):
                 self._copy(args[0])
-        except RuntimeError:
-            # Of tensors of inference mode nobody knows the version.
+            taken = _tree.tensors((args, kwargs))
+            versions = _torch.versions(taken)
+        except Exception:  # noqa: BLE001 - of tensors of inference mode, as one, nobody knows the version
             self._is_open = False
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        takes, made = (
-            frozenset(int(leaf) for leaf in _tree.leaves(arguments) if type(leaf) is _At),
-            _tree.tensors(result),
-        )
+        writes, made = by_name or _torch.versions(taken) != versions, _tree.tensors(result)
+        takes = frozenset(int(leaf) for leaf in _tree.leaves(arguments) if type(leaf) is _At)
         if takes and (made or writes):
             makes, kind = [self.number_of(tensor) for tensor in made], made[0].device.type if made else "cpu"
             cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None

@@ -65,7 +65,6 @@ class EmptyBatchCollate:
     """
 
     def __init__(self, dataset: Dataset, collate_fn: Callable[[list[Any]], Any]) -> None:
-        """Wrap a collate function; the data set's first record shows what a batch looks like."""
         self._dataset = dataset
         self.wrapped = collate_fn
         self._pair: tuple[Any, Any] | None = None  # batches of the first record, once and twice, when first needed

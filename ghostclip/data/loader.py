@@ -89,7 +89,6 @@ class PrivateSampler(Sampler[list[int]]):
     def __init__(
         self, scheme: SamplingScheme, *, generator: torch.Generator | None = None, seed: int | None = None
     ) -> None:
-        """Draw from a scheme with a fresh key, or one that follows a seed or generator."""
         self._scheme = scheme
         self.rank, self.num_replicas = 0, 1
         self.draws = DrawLog(once_a_pass=scheme.event.kind == "shuffled")

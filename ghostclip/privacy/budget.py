@@ -229,7 +229,6 @@ class Budget:
     """
 
     def __init__(self, epsilon: float, delta: float, *, when_spent: str = "raise") -> None:
-        """Begin with nothing spent."""
         self.epsilon = _validate.positive(epsilon, "epsilon")
         self.delta = _validate.probability(delta, "delta")
         self.when_spent = _validate.choice(when_spent, "when_spent", ("raise", "stop"))

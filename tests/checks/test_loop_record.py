@@ -204,6 +204,36 @@ def test_a_loop_meets_the_numbers_that_it_meets_without():
     assert torch.equal(numbers(recorded=True), numbers(recorded=False))
 
 
+def test_what_a_loop_writes_to_is_written_once():
+    training, total, losses = _Training(), torch.zeros(()), []
+
+    def loop(model, x, t, r):
+        loss = losses_of(model(x), t).mean()
+        total.add_(loss.detach())
+        losses.append(loss.detach())
+        return loss
+
+    training.step(loop)
+    torch.testing.assert_close(total, sum(losses))
+    mean, variance, means = torch.zeros(C), torch.ones(C), []
+
+    def taught(model, x, t, r):
+        output = model(x)
+        means.append(output.detach().mean(0))
+        target = functional.batch_norm(output.detach(), mean, variance, training=True, momentum=1.0)
+        return functional.mse_loss(output, target)
+
+    with pytest.raises(LossReductionError):
+        _Training().step(taught)
+    torch.testing.assert_close(mean, *means)
+
+
+def test_a_tensor_of_inference_mode_ends_a_record_and_nothing_else():
+    with torch.inference_mode():
+        table = torch.arange(float(C))
+    _Training().step(lambda m, x, t, r: (losses_of(m(x), t) * table[t]).mean())
+
+
 def test_nothing_is_kept_of_a_step():
     training, held = _Training(), []
 
