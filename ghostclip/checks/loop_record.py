@@ -305,7 +305,7 @@ class LoopReplay:
         """Return whether fewer samples than stay in the batch have the same values, in whatever places."""
         # Rows are compared by a few sums of theirs. Where random numbers are drawn, those of another place are others.
         for rest, one, other in self._neighbours(whole):
-            rows = torch.stack([one, other]).flatten(2)
+            rows = torch.stack([one, other]).reshape(2, self._few, -1).double()
             weights = torch.randn(rows.shape[2], _SUMS, generator=torch.Generator().manual_seed(0), dtype=rows.dtype)
             was, now = rows @ weights.to(rows.device)
             same = torch.cdist(was, now, p=float("inf")) <= self._tolerance * was.abs().max()

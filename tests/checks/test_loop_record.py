@@ -135,10 +135,10 @@ def _on_device(run):
 class _Training:
     """A private training whose batches are BATCH records, in an order of its own."""
 
-    def __init__(self, seed=0):
+    def __init__(self, seed=0, first=nn.Identity, features=4):
         torch.manual_seed(seed)
         data = TensorDataset(torch.randn(3 * BATCH, 4), torch.arange(3 * BATCH) % C, torch.randn(3 * BATCH))
-        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, C))
+        model = nn.Sequential(first(), nn.Linear(features, 6), nn.ReLU(), nn.Linear(6, C))
         self.model, self.optimizer, self.loader = ghostclip.PrivacyEngine().make_private(
             module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, BATCH),
             noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False,
@@ -162,6 +162,19 @@ def test_inputs_in_which_samples_meet_are_refused(name):
 
 
 # Two samples of which one follows the other are told apart with a probability of 3/4 in each step that is looked at.
+class _Column(nn.Module):
+    def forward(self, numbers):
+        return numbers[:, None].float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_inputs_of_one_number_each_are_too(dtype):
+    training = _Training(first=_Column, features=1)
+    with pytest.raises(SampleMixingError, match="one sample's rows changed when others were replaced"):
+        training.step(lambda m, x, t, r: losses_of(m((9 * (r - r.abs().max())).to(dtype)), t).mean())
+    _Training(first=_Column, features=1).step(lambda m, x, t, r: losses_of(m((9 * r).to(dtype)), t).mean())
+
+
 @pytest.mark.parametrize("name", [*WEIGHED, *sorted(FOLLOW.keys() - {"one number for one"})])
 def test_losses_in_which_samples_meet_are_refused(name):
     training = _Training()
