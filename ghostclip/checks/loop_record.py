@@ -54,6 +54,7 @@ _SUMS: Final = 4
 # Of larger tensors (logits of a language model) as many samples are looked at as have so many elements.
 _LARGE: Final = 1 << 16
 _BACKWARDS: Final = frozenset({Tensor.backward, torch.autograd.backward})
+_BETWEEN_RANKS: Final = re.compile("torch.distributed|c10d")
 # Running statistics are written to without being counted.
 _IN_PLACE: Final = re.compile("(.*[^_]_)|__(setitem|i[a-z]+)__|(batch|instance)_norm")
 
@@ -135,8 +136,10 @@ class LoopRecord(TorchFunctionMode):
         if func is torch.autograd.backward:
             # Torch's own, which looks it up again: what was taken from torch before is no other here.
             func = getattr(func, "__wrapped__", func)
-        if not self._is_open or func in _BACKWARDS or func is torch.autograd.grad:
-            self._is_open = self._is_open and func not in _BACKWARDS
+        # What exchanges something with other ranks must not run again, nor what comes after it.
+        ends = func in _BACKWARDS or _BETWEEN_RANKS.search(f"{getattr(func, '__module__', '')} {func}") is not None
+        if not self._is_open or ends or func is torch.autograd.grad:
+            self._is_open = self._is_open and not ends
             return func(*args, **kwargs)
         by_name = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", "")))
         try:
@@ -157,8 +160,7 @@ class LoopRecord(TorchFunctionMode):
             cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
             self.calls.append(_Call(func, arguments, takes, makes, graded, (kind, cast), writes))
             self._outside.update(() if graded else makes)
-        # What exchanges something with other ranks must not run again.
-        self._is_open = self._last < _MOST and "c10d" not in str(func)
+        self._is_open = self._last < _MOST
         return result
 
     def _noted(self, leaf: Any) -> Any:
@@ -409,9 +411,10 @@ class Loop:
 
     def look_at_inputs(self, inputs: Sequence[Tensor], forward: ForwardContext) -> None:
         """Refuse inputs that were computed of a batch, where samples follow each other."""
-        self.record = record = LoopRecord.end()
-        if record is None or forward.batch_size < 2:
+        record = self.end_record()
+        if record is None or not self.is_on or forward.batch_size < 2:
             return
+        self.record = record
         # Others look at what is in the graph.
         made = [tensor for tensor in inputs if not tensor.requires_grad and record.made(tensor)]
         replay = record.replay(made, self._batch_of(forward))

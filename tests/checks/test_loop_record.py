@@ -15,6 +15,7 @@ import ghostclip
 from ghostclip import _torch
 from ghostclip.errors import LossReductionError, SampleMixingError
 from tests.checks.test_criterion import BATCH, FOLLOW, OWN, C, losses_of
+from tests.process_group import process_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False", "ignore:noise_multiplier")
 
@@ -245,6 +246,30 @@ def test_a_tensor_of_inference_mode_ends_a_record_and_nothing_else():
     with torch.inference_mode():
         table = torch.arange(float(C))
     _Training().step(lambda m, x, t, r: (losses_of(m(x), t) * table[t]).mean())
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_ranks_exchange_is_exchanged_once(tmp_path, monkeypatch, before):
+    asked, gather = [], torch.distributed.all_gather
+
+    def noted(*given):
+        asked.append(given)
+        return gather(*given)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", noted)
+
+    def loop(model, x, t, r):
+        parts = [torch.empty_like(x)]
+        if before:
+            torch.distributed.all_gather(parts, x)
+        loss = losses_of(model(x + 0 * parts[0].nan_to_num(0.0, 0.0, 0.0) if before else x), t)
+        if not before:
+            torch.distributed.all_gather(parts, x)
+        return loss.mean()
+
+    with process_group(0, 1, str(tmp_path)):
+        _Training().step(loop)
+    assert len(asked) == 3
 
 
 def test_nothing_is_kept_of_a_step():
