@@ -65,9 +65,7 @@ def added(report: dict[str, Any], earlier: dict[str, Any], names: list[str]) -> 
         }
         for task in earlier["tasks"]
     ]
-    commit = str(report["machine"]["commit"])[:10]
-    command = f"{earlier['command']}; later: {report['command']} at commit {commit}"
-    return {**earlier, "command": command, "tasks": tasks}
+    return {**earlier, "command": harness.later(earlier, report), "tasks": tasks}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -115,6 +115,12 @@ def write(place: Path, name: str, report: dict[str, Any], text: str) -> Path:
     return place / name
 
 
+def later(earlier: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """The command of a report of which some rows were made later, by another one."""
+    commit = str(report["machine"]["commit"])[:10]
+    return f"{earlier['command']}; later: {report['command']}, {report['date']}, at commit {commit}"
+
+
 def table(names: str, rows: Iterable[Sequence[object]], *, left: int = 1) -> str:
     """A Markdown table: names of columns as in its first line, of which all but the first ones are numbers."""
     columns = len(names.split(" | "))

@@ -39,8 +39,6 @@ from ghostclip.terminal import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ghostclip.accounting import Bounds
     from ghostclip.mechanisms import CalibratedMechanism
 

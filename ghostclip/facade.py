@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args
+from typing import Any, Final, NoReturn, get_args
 from weakref import WeakSet
 
 import numpy as np
@@ -45,9 +45,6 @@ from ghostclip.graph.compiled import autocasts
 from ghostclip.graph.takeover import Takeover
 from ghostclip.rules import registry
 from ghostclip.validation.fixers import ModuleValidator
-
-if TYPE_CHECKING:
-    from ghostclip.clipper import GhostClipper
 
 
 class PrivateLoss:

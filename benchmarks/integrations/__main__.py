@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import head, parser, short_line, version_of, write
+from benchmarks.harness import head, later, parser, short_line, version_of, write
 from tests.integrations.table import Row, all_rows, outcome_of
 
 HOSTS = (
@@ -49,12 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 def joined(earlier: Mapping[str, Any], report: Mapping[str, Any], names: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Return an earlier report with the rows that were driven again, of those that the table still has."""
     rows = {(row["tool"], row["feature"]): row for row in (*earlier["rows"], *report["rows"])}
-    about = f"later: {report['command']}, {report['date']}, at commit {str(report['machine']['commit'])[:10]}"
-    return {
-        **earlier,
-        "command": f"{earlier['command']}; {about}",
-        "rows": [rows[name] for name in names if name in rows],
-    }
+    return {**earlier, "command": later(earlier, report), "rows": [rows[name] for name in names if name in rows]}
 
 
 def _driven(made: Row) -> dict[str, Any]:

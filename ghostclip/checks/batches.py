@@ -222,6 +222,17 @@ _SHOW_AXES: Final = 3
 _LOUDER: Final = 8.0
 
 
+def louder(tensor: Tensor, samples: Sequence[int], axis: int, *, seed: int) -> Tensor:
+    """Return a tensor with other and larger numbers for some samples, outside the graph; whole numbers as they are."""
+    if not tensor.is_floating_point() or tensor.is_nested:
+        return tensor
+    # Not multiples of what they were, which norms of layers would undo.
+    drawn = torch.rand(tensor.shape[-1], generator=torch.Generator().manual_seed(seed)) + 0.5
+    places, factors = torch.tensor(samples, device=tensor.device), _LOUDER * drawn.to(tensor)
+    rows = tensor.detach().index_select(axis, places) * (factors if axis < tensor.dim() - 1 else factors[0])
+    return tensor.detach().index_copy(axis, places, rows).requires_grad_(tensor.requires_grad)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Inputs of a forward, and other batches made of them: samples replaced, exchanged or left out."""
@@ -328,13 +339,7 @@ class Batch:
     def louder(self, samples: Sequence[int], tensor: Tensor, like: Tensor | None = None) -> Tensor:
         """Return a tensor with other and larger numbers for some samples; `like`: what has its axis for them."""
         axis = batch_axis_of(tensor if like is None else like, batch_size=self.size, axis=self.axis)
-        if axis is None or not tensor.is_floating_point() or tensor.is_nested:
-            return tensor
-        # Not multiples of what they were, which norms of layers would undo.
-        drawn = torch.rand(tensor.shape[-1], generator=torch.Generator().manual_seed(self.seed)) + 0.5
-        places, factors = torch.tensor(samples, device=tensor.device), _LOUDER * drawn.to(tensor)
-        rows = tensor.detach().index_select(axis, places) * (factors if axis < tensor.dim() - 1 else factors[0])
-        return tensor.detach().index_copy(axis, places, rows).requires_grad_(tensor.requires_grad)
+        return tensor if axis is None else louder(tensor, samples, axis, seed=self.seed)
 
     def looked_up_louder(self, samples: Sequence[int], keys: set[Any], rows: Tensor, ids: Tensor) -> Tensor:
         """Return looked-up rows made louder if their ids are among the inputs (`keys`: of memory), else as they are."""

@@ -13,11 +13,11 @@ what has as many rows as there are samples, is not known to be of the batch, and
 Shape letter: B samples.
 """
 
-import random
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.checks.batches import Batch, unnoticed
+from ghostclip.checks.batches import Batch, louder, unnoticed
 from ghostclip.checks.dependence import batch_axis_of, of_samples
 from ghostclip.checks.independence import TOLERANCE
 from ghostclip.checks.unchecked import Unchecked
@@ -47,8 +47,6 @@ _MIXED_INPUTS: Final = (
 )
 # Tensors of one record; a loop that makes more than that is not recorded.
 _MOST: Final = 4096
-# How many times as large some samples are, as behind gates.
-_LOUDER: Final = 8.0
 # Sums by which a row is known again.
 _SUMS: Final = 4
 # Of larger tensors (logits of a language model) as many samples are looked at as have so many elements.
@@ -136,10 +134,12 @@ class LoopRecord(TorchFunctionMode):
         if func is torch.autograd.backward:
             # Torch's own, which looks it up again: what was taken from torch before is no other here.
             func = getattr(func, "__wrapped__", func)
+        if not self._is_open:
+            return func(*args, **kwargs)
         # What exchanges something with other ranks must not run again, nor what comes after it.
         ends = func in _BACKWARDS or _BETWEEN_RANKS.search(f"{getattr(func, '__module__', '')} {func}") is not None
-        if not self._is_open or ends or func is torch.autograd.grad:
-            self._is_open = self._is_open and not ends
+        if ends or func is torch.autograd.grad:
+            self._is_open = not ends
             return func(*args, **kwargs)
         by_name = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", "")))
         try:
@@ -198,8 +198,9 @@ class LoopRecord(TorchFunctionMode):
         """Return what some tensors were computed by, to be computed again; None where it is not known of all."""
         if not roots or not all(isinstance(root, Tensor) and self.knows(root) and not root.is_meta for root in roots):
             return None
+        calls = self._needed({self.number_of(root) for root in roots})
         try:
-            return LoopReplay(self, self._needed({self.number_of(root) for root in roots}), roots, batch)
+            return LoopReplay(self, calls, roots, batch) if calls else None
         except Exception:  # noqa: BLE001 - of tensors that have no values
             return None
 
@@ -242,7 +243,7 @@ class LoopReplay:
 
     def __init__(self, record: LoopRecord, calls: Sequence[_Call], roots: Sequence[Tensor], batch: Batch) -> None:
         axis_of = partial(batch_axis_of, batch_size=batch.size, axis=batch.axis)
-        self._calls, self._roots, self._seed, self._size = calls, roots, batch.seed, batch.size
+        self._calls, self._roots = calls, roots
         self._numbers = [record.number_of(root) for root in roots]
         used = frozenset[int]().union(*(call.takes for call in calls))
         noted = {number: one for number, one in record.given.items() if number in used}
@@ -257,10 +258,11 @@ class LoopReplay:
         dtypes = {*(tensor.dtype for tensor in (*self._tensors.values(), *roots)), *(call.cast[1] for call in calls)}
         self._tolerance = max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=0.0)
         elements = sum(self._tensors[number].numel() for number in self._axes)
-        self._few = max(2, min(batch.size, batch.size * _LARGE // max(elements, 1)))
-        if self._few < batch.size:
+        few = max(2, min(batch.size, batch.size * _LARGE // max(elements, 1)))
+        self._batch, self._is_whole = replace(batch, size=few), few == batch.size
+        if not self._is_whole:
             # The others are let go of.
-            self._tensors |= {n: of_samples(self._tensors[n], range(self._few), axis) for n, axis in self._axes.items()}
+            self._tensors |= {n: of_samples(self._tensors[n], range(few), axis) for n, axis in self._axes.items()}
         self._base: list[Tensor] = []
 
     def mixes(self) -> bool:
@@ -285,16 +287,16 @@ class LoopReplay:
 
     def _is_as_recorded(self) -> bool:
         """Return whether everything comes out as it did, if it can: it may draw numbers, or be of fewer samples."""
-        self._base = self._run(range(self._few), (), torch.ones(self._few))
+        self._base = self._run(range(self._batch.size), ())
         if self._before.drawn():
-            return bool(self._base) and not self._is_stale
+            return not self._is_stale
         for one, root, axis in zip(self._base, self._roots, self._compared, strict=False):
             # Of fewer samples one loss for all is another one.
-            were = root if axis is None or self._few == self._size else of_samples(root, range(self._few), axis)
-            is_known = axis is not None or self._few == self._size
+            were = root if axis is None or self._is_whole else of_samples(root, range(self._batch.size), axis)
+            is_known = axis is not None or self._is_whole
             if is_known and not torch.allclose(one, were.detach(), rtol=1e-3, atol=1e-6):
                 return False
-        return bool(self._base) and (self._few == self._size or not self._is_stale)
+        return self._is_whole or not self._is_stale
 
     def _changes(self, whole: Sequence[int]) -> bool:
         """Return whether samples' values or gradients change when others are replaced; ``whole``: not in these."""
@@ -307,7 +309,7 @@ class LoopReplay:
         """Return whether fewer samples than stay in the batch have the same values, in whatever places."""
         # Rows are compared by a few sums of theirs. Where random numbers are drawn, those of another place are others.
         for rest, one, other in self._neighbours(whole):
-            rows = torch.stack([one, other]).reshape(2, self._few, -1).double()
+            rows = torch.stack([one, other]).reshape(2, self._batch.size, -1).double()
             weights = torch.randn(rows.shape[2], _SUMS, generator=torch.Generator().manual_seed(0), dtype=rows.dtype)
             was, now = rows @ weights.to(rows.device)
             same = torch.cdist(was, now, p=float("inf")) <= self._tolerance * was.abs().max()
@@ -317,35 +319,30 @@ class LoopReplay:
 
     def _neighbours(self, whole: Sequence[int]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         """Yield, of neighbouring batches, which samples stayed, and values, samples first: before, now."""
-        every = range(self._few)
-        numbers = random.Random(self._seed)
-        for factor in (1.0, _LOUDER):
-            drawn = numbers.sample(every, len(every) // 2)
-            for gone in (drawn, [sample for sample in every if sample not in drawn]):
-                rest = [sample for sample in every if sample not in gone]
-                order, factors = list(every), torch.ones(self._few)
-                for place, sample in enumerate(gone):
-                    order[sample], factors[sample] = rest[place % len(rest)], factor
-                try:
-                    now = self._run(order, whole, factors)
-                except Exception:
-                    if factor == 1:
-                        raise
-                    # A loss may take no values of that size.
-                    return
-                for axis, one, other in zip(self._compared, self._base, now, strict=True):
-                    if axis is not None:
-                        pair = one.movedim(axis, 0), other.movedim(axis, 0)
-                        yield rest, *(pair if one.is_floating_point() else (part.double() for part in pair))
+        batch = self._batch
+        drawn, *halves = batch.replaced
+        for gone, loud in ((drawn, ()), (batch.others(drawn), ()), *zip(halves, halves, strict=True)):
+            rest = batch.others(gone)
+            try:
+                now = self._run(batch.copies(gone), whole, loud)
+            except Exception:
+                if not loud:
+                    raise
+                # A loss may take no values of that size.
+                return
+            for axis, one, other in zip(self._compared, self._base, now, strict=True):
+                if axis is not None:
+                    pair = one.movedim(axis, 0), other.movedim(axis, 0)
+                    yield rest, *(pair if one.is_floating_point() else (part.double() for part in pair))
 
-    def _run(self, samples: Sequence[int], whole: Sequence[int], factors: Tensor) -> list[Tensor]:
+    def _run(self, samples: Sequence[int], whole: Sequence[int], loud: Sequence[int] = ()) -> list[Tensor]:
         """Return what comes out for some samples, each in a place, and the gradients of what is in the graph."""
-        # `factors`: of the samples' values in the graph.
+        # `loud`: places where what is in the graph has larger values.
         self._before.restore()
         axes = {number: axis for number, axis in self._axes.items() if number not in whole}
         given = {n: of_samples(t, samples, axes[n]) if n in axes else t for n, t in self._tensors.items()}
         for number in axes.keys() & set(self._ends):
-            given[number].movedim(axes[number], -1).mul_(factors.to(given[number]))
+            given[number] = louder(given[number], loud, axes[number], seed=self._batch.seed) if loud else given[number]
         given = {number: tensor.detach().requires_grad_(number in self._ends) for number, tensor in given.items()}
         with torch.enable_grad():
             written = any(call.writes for call in self._calls)
@@ -357,12 +354,10 @@ class LoopReplay:
                     made = _tree.tensors(call.func(*args, **kwargs))
                 values.update(zip(call.makes, made, strict=True))
             roots = [values[number] for number in self._numbers if number in values]
-            leaves, totals = (
-                [given[number] for number in self._ends],
-                [root.sum() for root in roots if root.requires_grad],
-            )
+            leaves = [given[number] for number in self._ends]
+            totals = [root.sum() for root in roots if root.requires_grad]
             grads = torch.autograd.grad(totals, leaves, allow_unused=True, materialize_grads=True) if totals else leaves
-        return [*(root.detach() for root in roots), *grads] if self._calls else []
+        return [*(root.detach() for root in roots), *grads]
 
 
 def _abandon(records: Sequence[LoopRecord]) -> None:

@@ -116,7 +116,7 @@ def test_the_ledger_tells_releases_of_other_stages_apart(found):
 def test_a_rank_that_leaves_the_schedule_says_why(tmp_path, case, kind, words):
     """The other one hears of it as soon as its process has ended, and raises the same, long before its timeout.
 
-    Copies of one record, with which empty places are filled, prove nothing of a stage that mixes samples.
+    Copies of one record, with which empty places are filled, may show a stage that mixes samples beside larger ones.
     """
     start_ranks(pipelines.left, 2, str(tmp_path), case)
     leaves = 0 if case == "positions first" else 1
