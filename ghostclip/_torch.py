@@ -365,6 +365,15 @@ def end_mode(mode: TorchFunctionMode) -> bool:
 
 # How many modes see torch functions; one that is being asked does not: ``_len_torch_function_stack``.
 active_modes: Final[Callable[[], int]] = torch._C._len_torch_function_stack
+
+
+def modes_may_end() -> bool:
+    """Return whether a mode of others may end before one that begins now; that of the default device does not."""
+    # ``_get_current_function_mode_stack`` and ``torch._GLOBAL_DEVICE_CONTEXT``.
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return any(mode is not default for mode in torch.overrides._get_current_function_mode_stack())
+
+
 # A mode that sees the operations of ATen; the class itself, to derive from.
 DispatchMode = _python_dispatch.TorchDispatchMode
 # A context in which no `DispatchMode` sees an operation: ``_python_dispatch._disable_current_modes``.
@@ -795,12 +804,6 @@ def stop_compiler(untraced: list[str]) -> Any:
 @lru_cache(maxsize=1)
 def _eager(dynamo: Any) -> Any:
     return dynamo.eval_frame.DynamoStance("force_eager")
-
-
-def compiles() -> bool:
-    """Return whether a function was handed to ``torch.compile`` in this process: ``eval_frame.cached_backends``."""
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    return dynamo is not None and any(backend is not None for backend in dynamo.eval_frame.cached_backends.values())
 
 
 def restart_compiler(stopped: Any) -> None:

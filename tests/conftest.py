@@ -280,6 +280,10 @@ def _without_an_accelerator() -> Iterator[None]:
 def _the_compiler_goes_on() -> Iterator[None]:
     """No test leaves behind that what is compiled runs as it is: a forward stops the compiler while it runs."""
     yield
+    # A loop that was refused in its backward is heard of no more, until the next forward.
+    records = sys.modules.get("ghostclip.checks.loop_record")
+    if records is not None:
+        records.LoopRecord.end()
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         left, dynamo.eval_frame._stance = dynamo.eval_frame._stance.stance, dynamo.eval_frame.DynamoStance()

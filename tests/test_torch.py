@@ -605,6 +605,23 @@ def test_a_mode_ends_only_where_it_is_the_innermost():
     assert _torch.active_modes() == 0
 
 
+def test_the_mode_of_the_default_device_ends_below_others():
+    mode = Mode()
+    with torch.device("meta"):
+        assert _torch.modes_may_end()
+    torch.set_default_device("meta")
+    try:
+        assert not _torch.modes_may_end()
+        _torch.begin_mode(mode)
+        assert torch.ones(1).is_meta
+        torch.set_default_device("cpu")
+        assert _torch.end_mode(mode)
+        assert not torch.ones(1).is_meta
+    finally:
+        torch.set_default_device(None)
+    assert _torch.active_modes() == 0
+
+
 class Operations(_torch.DispatchMode):
     """Notes ATen's operations."""
 
@@ -1037,15 +1054,6 @@ def test_a_stopped_compiler_runs_compiled_functions_as_they_are():
     function(torch.ones(3))
     assert len(compiled) == 1
     torch._dynamo.reset()
-
-
-def test_whether_a_function_was_handed_to_the_compiler():
-    torch.compiler.reset()
-    assert not _torch.compiles()
-    torch.compile(torch.sin, backend="eager")
-    assert _torch.compiles()
-    torch.compiler.reset()
-    assert not _torch.compiles()
 
 
 def test_a_compiler_that_was_stopped_twice_goes_on_after_the_last():

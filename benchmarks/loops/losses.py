@@ -27,6 +27,7 @@ class Loss:
         tokens: Whether records are tokens.
         reduction: As declared to the engine.
         unseen: Why no engine can see what a record does; see `Loop`.
+        uneven: Why it may be refused at another step without a record; see `Loop`.
     """
 
     batch: BatchLoss
@@ -35,6 +36,7 @@ class Loss:
     tokens: bool = False
     reduction: str = "mean"
     unseen: str = ""
+    uneven: str = ""
 
     def data(self, world: World) -> Dataset:
         """The records."""
@@ -195,7 +197,11 @@ LOSSES: dict[str, Loss] = {
     "sum": Loss(lambda m, x, y: _each(m, x, y).sum(), reference=cross_entropy, reduction="sum"),
     "sum declared as mean": Loss(lambda m, x, y: _each(m, x, y).sum(), reference=cross_entropy),
     "mean declared as sum": Loss(lambda m, x, y: _each(m, x, y).mean(), reference=cross_entropy, reduction="sum"),
-    "sum over the expected size": Loss(lambda m, x, y: _each(m, x, y).sum() / 6, reference=cross_entropy),
+    "sum over the expected size": Loss(
+        lambda m, x, y: _each(m, x, y).sum() / 6,
+        reference=cross_entropy,
+        uneven="is the mean in batches of six, and refused in the first other one",
+    ),
     "label smoothing": Loss(lambda m, x, y: _smoothed(m, x, y).mean(), reference=_alone(_smoothed)),
     "several terms": Loss(lambda m, x, y: _terms(m, x, y).mean(), reference=_alone(_terms)),
     "terms of two means": Loss(

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.harness import short_line, write
 from benchmarks.loops.habits import ORDINARY
 from benchmarks.loops.report import first_sentence
@@ -60,8 +58,6 @@ def search(report: dict[str, Any], count: int, *, seed: int, out: Path, say: Cal
     for combination in combinations(count, seed=seed):
         loop = combination.loop()
         started = time.monotonic()
-        # As in a process of its own, where nothing was compiled before.
-        torch.compiler.reset()
         outcome = measure(loop, see_on_ranks, left_out=_LEFT_OUT if loop.ranks == 1 else 1)
         wrong = is_wrong(outcome)
         if outcome.outcome == "wrong" and not wrong:

@@ -141,7 +141,8 @@ class Combination:
             clips=_CLIPS if self["ranks"] == ORDINARY else _CLIPS[:1],
             uneven=UNEVEN_LOADERS.get(self["loader"])
             or UNEVEN_SOURCES.get(self["source"])
-            or UNEVEN_BACKWARDS.get(self["backward"], ""),
+            or UNEVEN_BACKWARDS.get(self["backward"])
+            or loss.uneven,
             unseen=loss.unseen or UNSEEN_LOADERS.get(self["loader"]) or UNSEEN_BACKWARDS.get(self["backward"], ""),
         )
 

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.hooks import suspend_compiler
 from ghostclip.checks.batches import Batch, louder, unnoticed
 from ghostclip.checks.dependence import batch_axis_of, of_samples
 from ghostclip.checks.independence import TOLERANCE
@@ -89,26 +90,29 @@ class LoopRecord(TorchFunctionMode):
     open: ClassVar["LoopRecord | None"] = None
     entered: ClassVar[list["LoopRecord"]] = []
 
-    def __init__(self, is_drawn: Callable[[Tensor], bool]) -> None:
+    def __init__(self, loop: "Loop") -> None:
         super().__init__()
-        self._is_drawn = is_drawn
+        # Torch may call a record that has ended: it keeps no training alive.
+        self._loop = weakref.ref(loop)
         self.calls: list[_Call] = []
         self.given: dict[int, _Given] = {}  # by number
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by a tensor's `id`: itself, and its number
         self._outside: set[int] = set()  # numbers of what was made without gradients
         self._is_open, self._last = False, 0
+        self._stopped: Any = None  # the compiler
 
     def begin(self, outputs: Sequence[Tensor] = ()) -> None:
         """Record from now on; ``outputs``: of a forward that has ended."""
-        # Not where modes of others are on, which may end before this one, nor where functions are compiled, which would
-        # be so for this mode, and again without it.
+        # Not where another mode may end before this one, which it would take for itself. Compiled functions run eagerly
+        # meanwhile, so that what they do is seen, and none is compiled for this mode.
         self.end()
-        if not (_torch.active_modes() or _torch.compiles()):
+        if not _torch.modes_may_end():
             for output in outputs:
                 self._give(output)
             LoopRecord.open = self
             self.entered.append(self)
-            self._is_open = True
+            # No frame goes on being compiled: the one that calls may have ended by then.
+            self._is_open, self._stopped = True, suspend_compiler() and (None,)
             _torch.begin_mode(self)
 
     @classmethod
@@ -119,7 +123,7 @@ class LoopRecord(TorchFunctionMode):
         if record is not None:
             record._is_open = False
         while cls.entered and not cls.entered[-1]._is_open and _torch.end_mode(cls.entered[-1]):
-            cls.entered.pop()
+            _torch.restart_compiler(cls.entered.pop()._stopped)
         return record
 
     def clear(self) -> None:
@@ -174,7 +178,8 @@ class LoopRecord(TorchFunctionMode):
         return _At(self.number_of(leaf))
 
     def _give(self, tensor: Tensor) -> None:
-        self.given[self.number_of(tensor)] = _Given(tensor, _torch.version(tensor), self._is_drawn(tensor))
+        is_drawn = (loop := self._loop()) is not None and loop.is_drawn(tensor)
+        self.given[self.number_of(tensor)] = _Given(tensor, _torch.version(tensor), is_drawn)
 
     def _copy(self, tensor: Tensor) -> None:
         """Copy what came from elsewhere before it is written to."""
@@ -384,13 +389,13 @@ class Loop:
         if LoopRecord.entered:
             self.end_record()
         if self.is_on and self._unchecked.is_due:
-            self._begin(LoopRecord(self.is_drawn))
+            self._begin(LoopRecord(self))
 
     def take_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Record what is done with the outputs of a forward."""
         record, self.record = self.record, None
         if self.is_on and self._is_in_order:
-            self._begin(record or LoopRecord(self.is_drawn), outputs)
+            self._begin(record or LoopRecord(self), outputs)
 
     def _begin(self, record: LoopRecord, outputs: Sequence[Tensor] = ()) -> None:
         self._latest[:] = [record]

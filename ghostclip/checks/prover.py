@@ -180,8 +180,9 @@ class Evidence:
         if not forward.proves:
             return
         self._loss_ways.add(self._loss_depth(root, forward))
-        # Of a model that returns no rows of samples it was said that nothing was compared.
-        if not takes_outputs_alone(root) and not self.unchecked.reason(REPLACED):
+        # What is an output is known where the forward was proved, too. Of a model that returns no rows of samples it
+        # was said that nothing was compared.
+        if not takes_outputs_alone(root) and forward.unproven and not self.unchecked.reason(REPLACED):
             self.unchecked.missed("the loss takes them from inside the model", BESIDE)
             self.unchecked.warn()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -18,12 +19,6 @@ from tests.checks.test_criterion import BATCH, FOLLOW, OWN, C, losses_of
 from tests.process_group import process_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False", "ignore:noise_multiplier")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_compiled():
-    # As far as this process knows: tests before these may have compiled functions.
-    torch.compiler.reset()
 
 
 class _Square(torch.autograd.Function):
@@ -302,11 +297,68 @@ def test_after_a_loop_that_broke_off_the_next_one_is_recorded():
     assert not _torch.active_modes()
 
 
-def test_within_a_mode_of_others_and_beside_compiled_functions_nothing_is_recorded(monkeypatch):
-    def loop(model, x, t, r):
-        return _above_median(losses_of(model(x), t))
+@pytest.mark.parametrize("mode", [partial(torch.device, "cpu"), torch.overrides.BaseTorchFunctionMode])
+def test_within_a_mode_that_may_end_nothing_is_recorded(mode):
+    with mode():
+        _Training().step(lambda m, x, t, r: _above_median(losses_of(m(x), t)))
 
-    with torch.device("cpu"):
-        _Training().step(loop)
-    monkeypatch.setattr(_torch, "compiles", lambda: True)
-    _Training().step(loop)
+
+def test_a_default_device_hides_nothing():
+    torch.set_default_device("cpu")
+    try:
+        with pytest.raises(LossReductionError):
+            _Training().step(lambda m, x, t, r: _above_median(losses_of(m(x), t)))
+        _Training().step(lambda m, x, t, r: losses_of(m(x), t).mean())
+    finally:
+        torch.set_default_device(None)
+
+
+def _mixed(x):
+    return 0.7 * x + 0.3 * x.roll(1, 0)
+
+
+COMPILED = {
+    "inputs": lambda c, m, x, t: losses_of(m(c(_mixed)(x)), t).mean(),
+    "a loss": lambda c, m, x, t: c(lambda o, t: _above_median(losses_of(o, t)))(m(x), t),
+    "a mask": lambda c, m, x, t: (e := losses_of(m(x), t), e * c(lambda e: e > e.median())(e.detach()))[1].mean(),
+    "the model": lambda c, m, x, t: losses_of(c(m)(_mixed(x)), t).mean(),
+    "model and loss": lambda c, m, x, t: c(lambda x, t: _above_median(losses_of(m(x), t)))(x, t),
+    "something else": lambda c, m, x, t: (c(torch.sin)(x), _above_median(losses_of(m(x), t)))[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions_hide_nothing(name, backend):
+    compiled = partial(torch.compile, backend=backend)
+    training = _Training()
+    with pytest.raises((LossReductionError, SampleMixingError), match="were replaced"):
+        training.step(lambda m, x, t, r: COMPILED[name](compiled, m, x, t))
+    assert training.optimizer.releases == 0
+    del training
+    gc.collect()
+    assert not _torch.active_modes()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_functions_are_compiled_in_steps_that_are_not_checked_and_for_no_mode():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    shift, log = torch.compile(lambda x: x + 1, backend=backend), torch.compile(lambda x: x * 2, backend=backend)
+    training = _Training()
+
+    def loop(model, x, t, r):
+        return losses_of(model(shift(x)), t).mean()
+
+    zero_grad = training.optimizer.zero_grad
+    for batch in training.loader:
+        zero_grad()
+        loss = loop(training.model, *batch)
+        loss.backward()
+        log(loss.detach())
+        training.optimizer.step()
+    assert len(graphs) == 2

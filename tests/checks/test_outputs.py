@@ -186,6 +186,15 @@ def test_what_a_loss_takes_from_a_hook_is_said_to_be_unchecked():
     assert not ghostclip.GhostClipper(nn.Linear(3, 2), max_grad_norm=1.0).unchecked.reason(BESIDE)
 
 
+def test_a_loss_of_another_form_in_a_later_step_takes_nothing_from_inside():
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.randn(5, 4)
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.1)
+    for step in range(6):
+        losses = model(x).sum(1)
+        clipper.backward(losses.exp().log().sin() if step > 3 else losses)
+    assert not clipper.unchecked.reason(BESIDE)
+
+
 # What a stage of a pipeline returns beside rows of samples; a last one would take them for itself.
 _HANDED_ON = {
     "a number": lambda h, x: h.detach().mean(),
