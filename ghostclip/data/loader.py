@@ -12,6 +12,7 @@ import contextlib
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import cache
@@ -477,7 +478,11 @@ class TakenAsItIs:
             The batches.
         """
         with sampler.tracking():
-            for batch in noting_each(start()):
+            batches = start()
+            if getattr(self, "persistent_workers", False) and not hasattr(self, "_keeps"):
+                # Where the garbage collector takes both at once, the queues go before workers are told by them to end.
+                self._keeps = weakref.finalize(self, id, batches)
+            for batch in noting_each(batches):
                 if self.stop_when is not None and self.stop_when():
                     return
                 sampler.mark_delivered()

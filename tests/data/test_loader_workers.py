@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import ghostclip
 from ghostclip.data import DPDataLoader, FullBatch, Shuffled, UserPoisson
 from ghostclip.errors import DataError, InvalidOptionError
 
@@ -38,6 +41,30 @@ def test_a_loop_left_early_repeats_no_draw_and_reorders_none(persistent, leave):
     assert delivered[:3] == [0, 1, 2]
     state = loader.state_dict()
     assert state["position"] == delivered[-1] + 1
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.filterwarnings("ignore:poisson_sampling=False", "ignore:noise_multiplier")
+def test_workers_for_all_passes_end_as_they_are_told_when_a_training_is_garbage(poisson, monkeypatch):
+    model = torch.nn.Linear(1, 1)
+    data = DataLoader(TensorDataset(torch.randn(20, 1)), batch_size=5, **fork(persistent_workers=True))
+    training = ghostclip.PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=data,
+        noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=poisson,
+    )  # fmt: skip
+    batches = iter(loader := training[2])
+    next(batches)
+    workers, told, end = type(loader._iterator), [], type(loader._iterator)._shutdown_workers
+
+    def ends(self):
+        told.extend(queue._close.still_active() for queue in self._index_queues)
+        end(self)
+
+    monkeypatch.setattr(workers, "_shutdown_workers", ends)
+    del model, data, training, loader, batches
+    gc.collect()
+    # The queues still reach them.
+    assert told == [True, True]
 
 
 @pytest.mark.parametrize(
