@@ -203,7 +203,7 @@ def _reached(nodes: Sequence[Any]) -> list[ForwardContext]:
         if forward in waiting:
             reached.append(forward)
             waiting.discard(forward)
-        # Below a layer of the forward there is nothing but the forward.
+        # Below a layer there is nothing but its forward; `refuse_unseen` refuses another private model there.
         if METADATA_KEY not in node.metadata:
             pending += [following for following, _ in node.next_functions if following is not None]
     return reached

@@ -194,15 +194,18 @@ class CaptureContext:
         """Begin a module call; return inputs to run on instead of its own, None to use its own."""
         if self._unwatched:
             return None
+        # DDP must not average raw gradients.
         quieten_wrapper(self.model)
         if self._running is not None and self._running.was_broken_off(module):
             self._break_off()
         changed = None
         if self.substitution.enter():
+            # An entry a call: the compiler that `_begin` stops and `_leave` lets go on.
             self._stopped.append(None)
             if torch.is_grad_enabled():
                 changed = self._begin(ModuleCall(module, args, kwargs))
             elif not _torch.in_backward():
+                # Nothing is captured; that it ran to its end is seen by the next call.
                 self._running = hooks.Running(module)
         run_args, run_kwargs = changed or (args, kwargs)
         self._opaque.enter(module, run_args, run_kwargs, self.describe_module)

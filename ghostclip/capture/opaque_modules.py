@@ -1,5 +1,6 @@
-"""Opaque modules: their forward runs as it is, and a registered sampler gives their gradients.
+"""Opaque modules: custom layers whose forward runs as it is, and whose gradients a function gives.
 
+The function is the one that was registered for their class (`register_grad_sampler`, `register_norm_sampler`).
 For the time of such a module's forward its parameters are plain tensors that autograd does not see, so that nothing
 inside needs to be captured. Its inputs and the gradient of its output go to the sampler. In the first backward that a
 sampler is used in it is compared with autograd, once: one that returns gradients which are too small would let samples

@@ -381,7 +381,7 @@ class OnParts:
         return DTensor.from_local(part, self._mesh, [lies], run_check=False, shape=torch.Size(shape), stride=stride)
 
     def _require_placement(self, data: Any, axis: int | None) -> None:
-        """Refuse data that is not placed as a divided weight needs it: nothing is redistributed here."""
+        """Refuse data that is not divided along an axis (None: whole on every rank): nothing is redistributed here."""
         from torch.distributed.tensor import Replicate, Shard
 
         wanted = Replicate() if axis is None else Shard(axis)

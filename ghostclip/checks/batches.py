@@ -314,7 +314,7 @@ class Batch:
         return None if axis is None or tuple(output.shape[:2]) == (self.size, self.size) else RowMap("axis", axis)
 
     def few(self, most: int = _FEW) -> "Batch":
-        """Return the batch with a few of its samples; all of them where a list among the inputs may go by places."""
+        """Return a smaller batch, of a few samples; the same one where a list among the inputs may go by places."""
         # Not with as many as something has entries that all samples share, which would be taken for theirs.
         place_of = partial(batch_axis_of, batch_size=self.size, axis=self.axis)
         lengths = {length for leaf in _tree.tensors(self.inputs) if place_of(leaf) is None for length in leaf.shape}

@@ -136,7 +136,7 @@ class Decisions:
         *,
         rows: int | None = None,
     ) -> ClipWeights:
-        """Compute coefficients from norms, and record both; return the samples' weights in the clipped sum."""
+        """Compute and record norms and clip factors (min(1, C/norm), say); return the weights in the sum."""
         # `total` has norms of gradients that are `scale` times too small. `rows`: number of samples, the first ones,
         # that have norms; the rows after them add nothing.
         norm_GB = _scaled(total.norm_GB(forward.batch_size, self.device), scale)

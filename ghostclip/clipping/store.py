@@ -225,8 +225,8 @@ class GradientStore:
         return buffer, is_new
 
     def add_several(self, names: Sequence[str], sums: Tensor) -> None:
-        """Add the clipped sums ``(L, *P)`` of several parameters of one shape at once (foreach); consumes them."""
-        # Small ones become the accumulators where an optimizer owns these.
+        """Add the clipped sums ``(L, *P)`` of L parameters of one shape at once (foreach); consumes them."""
+        # Where an optimizer owns the sums, slices of a small stack become accumulators: each keeps the stack alive.
         old: list[tuple[Tensor, Tensor]] = []
         new: list[tuple[Tensor, Tensor]] = []
         delivery, accumulators = self._delivery, self._sums

@@ -130,7 +130,7 @@ class Poisson:
         Cost:
             Proportional to the batch, whatever the number of records.
         """
-        # The coins of Poisson sampling.
+        # The coins of Poisson sampling, from `noise/keys.py`.
         words = WordStream(key, position)
         records = independent_coins(words, self.num_samples, self.sample_rate)
         return records if self.truncation is None else subset(words, records, self.truncation)

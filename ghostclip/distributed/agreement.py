@@ -227,7 +227,7 @@ def is_first(group: Group = None) -> bool:
     return world_size(group) == 1 or distributed.get_rank(group) == 0
 
 
-def share_noise(source: KeyedNoise, group: Group = None) -> None:
+def agree_on_noise_key(source: KeyedNoise, group: Group = None) -> None:
     """Give all ranks' sources rank 0's key and position, so that they draw one noise; refuse different levels."""
     require_group()
     states = gathered("noise", (source.level, source.shared_state()), group)

@@ -34,11 +34,11 @@ from ghostclip.clipping.strategies import PendingBackward
 from ghostclip.distributed.agreement import (
     Group,
     Leaving,
+    agree_on_noise_key,
     announcing_error,
     gathered,
     require_agreement,
     require_equal,
-    share_noise,
     world_size,
 )
 from ghostclip.distributed.release import SharedNoise, add_up_
@@ -362,7 +362,7 @@ class PipelineClipper:
                     "noise_level='exact': stages of a pipeline have no integer sums. Use 'secure'."
                 )
         require_agreement("noise_generator", "none" if source.generator is None else "given")
-        share_noise(source)
+        agree_on_noise_key(source)
         trained = [p for p in parameters if p.requires_grad]
         names = {id(p): f"{s.stage_index}.{name}" for s in self._stages for name, p in s.submod.named_parameters()}
         for group in groups:

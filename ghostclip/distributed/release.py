@@ -16,12 +16,12 @@ from ghostclip import _torch
 from ghostclip.distributed.agreement import (
     Group,
     Share,
+    agree_on_noise_key,
     digest_of,
     gathered,
     require_agreement,
     require_one_draw,
     several_ranks_of,
-    share_noise,
     world_size,
 )
 from ghostclip.distributed.sample_ranks import Shares
@@ -164,7 +164,7 @@ class SharedNoise:
     def __init__(self, source: KeyedNoise, group: Group = None, shares: Shares | None = None) -> None:
         """Share rank 0's noise among the ranks of a group; `shares`: how these share each batch."""
         require_agreement("noise_generator", "none" if source.generator is None else "given", group)
-        share_noise(source, group)
+        agree_on_noise_key(source, group)
         self._source = source
         self._group = group
         self._agreed = True  # whether ranks are known to have one noise
@@ -215,12 +215,12 @@ class SharedNoise:
     def _follow_first(self) -> None:
         """Adopt rank 0's noise where it follows a generator, as only rank 0 decides whether that was seeded anew."""
         if self._source.generator is not None:
-            share_noise(self._source, self._group)
+            agree_on_noise_key(self._source, self._group)
 
     def renew_key(self) -> None:
         """Draw from a fresh key from here on, the same on all ranks; called on all of them."""
         self._source.renew_key()
-        share_noise(self._source, self._group)
+        agree_on_noise_key(self._source, self._group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the source's state, which one rank may save for all."""

@@ -5,8 +5,8 @@ that is done in the way that is cheapest for its sizes. On a CPU most of the cos
 windows, and that depends on how many elements lie side by side: the layouts of `KernelGradients` differ in nothing
 else.
 
-Shape letters: B samples, K rows of a sample (frames), S groups, N = B·S, C channels, P pixels, T output positions (of
-all rows), I inputs of a group times the kernel, O outputs of a group.
+Shape letters: B samples, K rows of a sample (frames), S groups, N = B·S, C channels, P pixels (in ``_BP``: a
+gradient's S·O·I entries), T output positions (of all rows), I inputs of a group times the kernel, O outputs of a group.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -236,7 +236,7 @@ class KernelGradients:
         self.channels_last = self._layout is unfolded_channels_last
 
     def all_gradients(self) -> Tensor:
-        """Return all gradients, shape ``(B, S·O·I)``. Cost: 2·T·I·O per sample."""
+        """Return all gradients, ``(B, S·O·I)``, as `in_order` reads them. Cost: 2·T·I·O per sample and group."""
         samples, chunk = self._x_BKC.shape[0], self._chunk(self._beside)
         if chunk >= samples:
             return self._form(self, slice(0, samples), None).reshape(samples, -1)
@@ -248,7 +248,7 @@ class KernelGradients:
         return full_BP
 
     def pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of samples with their gradients, ``(b, S·O·I)``. Cost: 2·T·I·O per sample."""
+        """Yield slices of samples with their gradients, ``(b, S·O·I)``. Cost: 2·T·I·O per sample and group."""
         chunk = self._chunk(self._dropped)
         for start in range(0, self._x_BKC.shape[0], chunk):
             piece = slice(start, start + chunk)
@@ -295,6 +295,7 @@ class KernelGradients:
         g_NOT = self._geometry.by_group(self._g_BKO[piece])
         if out_BP is None:
             return products.pair_by_pair(g_NOT, windows_NTI)
+        # Rows of `empty_rows` may have gaps, so that groups of a sample cannot be a view.
         if len(g_NOT) > len(out_BP):
             return out_BP.copy_(products.pair_by_pair(g_NOT, windows_NTI).reshape(out_BP.shape))
         return products.pair_by_pair(g_NOT, windows_NTI, out_BP.view(len(g_NOT), g_NOT.shape[1], -1))
@@ -590,6 +591,7 @@ class Windows(Outer):
             return Dense(formed.all_gradients().view(self.batch_size, *self.shape))
         if formed is None or self.shape != self.geometry.shape:
             return super().instantiated()
+        # `Permuted` knows the kernel's axes, not those of a reshaped factor.
         shape = self.geometry.shape
         inner = Dense(formed.all_gradients().view(-1, shape[0], *shape[2:], shape[1]))
         return Permuted(inner, (0, len(shape) - 1, *range(1, len(shape) - 1)))

@@ -223,7 +223,7 @@ class ParameterGradients(Protocol):
 
 
 class Sampled(_Reshaped):
-    """The gradient of sample b has the norm ``norm_B[b]``; its entries are the source's."""
+    """A registered norm sampler's norms, and gradients that `source` forms; ``keep_B``: samples that stay."""
 
     def __init__(
         self, norm_B: Tensor, source: ParameterGradients, *, shape: Sequence[int], keep_B: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The cross-entropy of a vocabulary head and its squared norms, in tiles of logits that are formed, used and dropped.
+"""The cross-entropy of an LM head (over a vocabulary) and its squared norms, in tiles of logits that are then dropped.
 
 Losses take one pass over the tiles, gradients one more, in which each tile is formed again by the same product of the
 same shape: what was measured of a gradient is what is added of it. A Gram matrix of the logits' gradients is additive
@@ -259,7 +259,7 @@ class WeightSum(Collector):
 
 
 class RowsAt(Collector):
-    """A few rows of every sample's gradient of the weight, ``Σ_t g[t, ids_u]·x_t``. Cost: 2·C·T·U·I."""
+    """A few rows of every sample's gradient of a tied weight, ``Σ_t g[t, ids_u]·x_t``. Cost: 2·C·T·U·I."""
 
     def __init__(self, a_CTI: Tensor, ids_CU: Tensor, row_CUI: Tensor, mass_CU: Tensor) -> None:
         # ids_CU: rows of each sample. row_CUI: output, the rows. mass_CU: output, sums of their terms' norms.

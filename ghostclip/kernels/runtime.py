@@ -214,7 +214,7 @@ def difference(got: Any, wanted: Any) -> float:
 
 
 def relative_difference(got: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference over the largest wanted value; infinite for other shapes or non-finite values."""
+    """Return the relative error, by the largest wanted value; infinite for other shapes or non-finite values."""
     if got.shape != wanted.shape or not bool(torch.isfinite(got).all()):
         return float("inf")
     if got.numel() == 0:

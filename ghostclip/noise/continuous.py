@@ -157,7 +157,7 @@ class FastNoise(_KeyStreamNoise):
 
 
 def _generator(key: RandomKey, block: Block) -> np.random.Generator:
-    """Return a fast 64-bit generator with a state of its own, 192 bits of it."""
+    """Return NumPy's SFC64, a fast 64-bit generator, with a state of its own, 192 bits of it."""
     return np.random.Generator(np.random.SFC64(_SeedOfBlock(key, block)))  # type: ignore[arg-type]  # numpy's stubs omit ISeedSequence
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Context, Decimal
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 Words = Callable[[int, int], NDArray[np.uint64]]
 """(part, count) -> uniform uint64; parts are independent streams, addressed from their beginning."""
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+"""torch.round or torch.trunc."""
 
 MAX_SCALE = 2.0**32
 
@@ -271,15 +274,13 @@ class Grid:
             for grad in grads
         ]  # fmt: skip
 
-    def _within(self, grads: Sequence[torch.Tensor], scaled_B: torch.Tensor, rounding: Any) -> torch.Tensor:
+    def _within(self, grads: Sequence[torch.Tensor], scale_B: torch.Tensor, rounding: Rounding) -> torch.Tensor:
         """Return which samples' rounded gradients keep the bound, decided without rounding errors."""
-        # Squares of whole numbers up to 2^52 and their sums are exact in float64; beyond that they exceed the bound
-        # whatever the rounding. NaN compares as false.
-        sqnorm_B = torch.zeros_like(scaled_B)
+        # Sums of squares of whole numbers are exact in float64 up to 2^53; larger ones exceed the squared bound, at
+        # most 2^52, however they are rounded. NaN compares as false.
+        sqnorm_B = torch.zeros_like(scale_B)
         for grad in grads:
-            sqnorm_B += (
-                _rounded(grad, scaled_B, rounding).view(len(scaled_B), math.prod(grad.shape[1:])).square().sum(1)
-            )
+            sqnorm_B += _rounded(grad, scale_B, rounding).view(len(scale_B), math.prod(grad.shape[1:])).square().sum(1)
         return sqnorm_B <= float(self.bound) ** 2
 
     def to_float(self, total: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -292,9 +293,9 @@ def _over(mask_B: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return mask_B.view(-1, *[1] * (grad.dim() - 1))
 
 
-def _rounded(grad: torch.Tensor, scaled_B: torch.Tensor, rounding: Any) -> torch.Tensor:
+def _rounded(grad: torch.Tensor, scale_B: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Return c_b·g_b in steps of the grid, rounded to whole numbers, float64."""
-    return rounding(grad.to(torch.float64) * _over(scaled_B, grad))
+    return rounding(grad.to(torch.float64) * _over(scale_B, grad))
 
 
 class ExactRelease:

@@ -213,7 +213,7 @@ class DPOptimizer(WrappedOptimizer):
 
     @property
     def grad_samples(self) -> list[torch.Tensor]:
-        """Per-sample gradients of the parameters in the last backward, each `[B, ...]`. Not private.
+        """Per-sample gradients of each parameter, of all backwards since they were dropped, `[B, ...]`. Not private.
 
         Raises:
             MissingGradientError: Without `grad_sample_mode="hooks"`, or before a backward.
@@ -416,7 +416,8 @@ class DPOptimizer(WrappedOptimizer):
             pairs = zip(trainable, sums, strict=True)
             released = [_zeros_for(p) if clipped is None else clipped for p, clipped in pairs]
             sums.clear()
-            # Also where it is 0: a source that several ranks share adds up their sums.
+            # Also where it is 0: a source that several ranks share adds up their sums. By default `FastNoise`: NumPy's
+            # SFC64 on a CPU, ChaCha8 or torch's normal on a GPU.
             add_noise_(self.noise_source, released, std, divisor)
         for index, p in enumerate(trainable):
             # One by one: 16-bit parameters must not have all releases twice.
@@ -890,7 +891,7 @@ def release_of(optimizer: Any) -> Any:
 
 
 def private_optimizer(optimizer: Any) -> DPOptimizer:
-    """Return what releases, as `release_of` does; refuse an optimizer that is not private."""
+    """Return the `DPOptimizer` behind what `make_private` returned; refuse any other optimizer."""
     releasing = release_of(optimizer)
     if not isinstance(releasing, DPOptimizer):
         raise InvalidOptionError(

@@ -150,7 +150,7 @@ def account_state(account: Account, optimizer: DPOptimizer | None, sampling: Sam
 
 
 def _refuse_other_records(checkpoint: Mapping[str, Any], sampling: Sampling | None) -> None:
-    """Refuse a data set whose sampled records differ from the saved training's."""
+    """Refuse another data set than the saved training's, by a digest of three records; None, unknown, passes."""
     digests = {checkpoint.get(RECORDS), None if sampling is None else sampling.records, None}
     if len(digests) > 2:
         raise ResumeError(

@@ -375,6 +375,7 @@ def grouped_mm(call: Call) -> Captured | None:
                 continue
             order_BT, valid_BT = _positions_of(expert_BT == expert, longest)
             g, a = _pick(g_BTO, order_BT, valid_BT), _pick(a_BTI, order_BT, valid_BT)
+            # W[e] is (I, O), not (O, I): the two sides change places.
             parts[expert] = Outer(g, a, shape=shape[1:])
         return {"weight": Stacked(parts, shape=shape, like=g_BTO)}
 

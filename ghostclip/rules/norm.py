@@ -96,6 +96,7 @@ def instance_norm(call: Call) -> Captured | None:
 def batch_norm(call: Call) -> Captured | None:
     """Rule for batch norm with fixed statistics, an affine map of each channel: both parameters ``Dense``."""
     if call.get("training", False):
+        # Of F.batch_norm itself; modules are refused before (`capture/substitution.py`).
         message = (
             "batch_norm: in training mode every sample's output depends on the whole batch, so that per-sample "
             "gradients do not exist. Replace BatchNorm by GroupNorm, or put the layer in eval mode."

@@ -104,8 +104,7 @@ def test_loss_that_a_compiled_step_computes_is_refused_and_the_step_is_not_trace
 
     # In checked ones it is not compiled.
     with pytest.raises(LossReductionError, match="compute it outside of what is compiled"):
-        for batch in loader:
-            step(*batch)
+        [step(*batch) for batch in loader]
     assert optimizer.releases < len(loader)
 
 

@@ -18,7 +18,7 @@ from ghostclip.data import DPDataLoader, Poisson, PrivateSampler
 from ghostclip.data.loader import share_sampler
 from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.distributed import DifferentiallyPrivateDistributedDataParallel, SharedNoise, broadcast_parameters
-from ghostclip.distributed.agreement import Share, require_agreement, share_noise
+from ghostclip.distributed.agreement import Share, agree_on_noise_key, require_agreement
 from ghostclip.distributed.release import noisy_sums_
 from ghostclip.errors import InvalidOptionError
 from ghostclip.facade import GradSampleModule
@@ -179,7 +179,7 @@ def many(level: str) -> list[torch.Tensor]:
 def _shares(level: str) -> dict[str, Any]:
     """Release sums of zeros, and count what this rank draws; once more where something covers the source's method."""
     source = make_noise_source(level=level)
-    share_noise(source)
+    agree_on_noise_key(source)
     state, drawn, plain = source.state_dict(), [0], source._add
     source._add = lambda part_N, *rest: [drawn.append(part_N.numel()), plain(part_N, *rest)]
     sums, again = many(level), many(level)
@@ -195,7 +195,7 @@ def _refused(rank: int) -> list[str]:
     """Disagree on purpose."""
     return [
         _message(lambda: share_sampler(PrivateSampler(Poisson(num_samples=10 + rank, sample_rate=0.5)))),
-        _message(lambda: share_noise(make_noise_source(level=LEVELS[rank]))),
+        _message(lambda: agree_on_noise_key(make_noise_source(level=LEVELS[rank]))),
         _message(lambda: require_agreement("step", rank)),
         _message(lambda: _noise_of_other_states(rank)),
         _message(lambda: _noise_that_one_rank_covers(rank)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ghostclip.data import Poisson, PrivateSampler
-from ghostclip.distributed.agreement import require_agreement, share_noise, world_size
+from ghostclip.distributed.agreement import agree_on_noise_key, require_agreement, world_size
 from ghostclip.distributed.release import noisy_sums_
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError
 from ghostclip.noise import make_noise_source
@@ -84,7 +84,7 @@ def test_without_other_ranks_nothing_is_exchanged():
     assert world_size() == 1
     require_agreement("step", 3)
     with pytest.raises(InvalidOptionError, match="init_process_group"):
-        share_noise(make_noise_source())
+        agree_on_noise_key(make_noise_source())
     source, plain = make_noise_source(), torch.zeros(5, 4)
     alone(source.state_dict()).add_(plain, 1.0)
     whole = torch.zeros(4, 5).t()
