@@ -234,9 +234,12 @@ def _preferences(world: World, make: Callable[[], nn.Module] = gpt2, **options: 
     torch.manual_seed(11)
     given = None if reference is None else reference()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        # Each record's own reference may be computed of all.
+        left_out, world.drop = world.drop, ()
         trainer = DPDPOTrainer(
             model, ref_model=given, args=arguments, train_dataset=data, processing_class=_tokenizer()
         )
+        world.drop = left_out
         run(world, trainer)
     return trainer
 
@@ -453,3 +456,9 @@ def _dpo_on_ranks(world: World) -> None:
 def dpo_two_processes(folder: Path) -> None:
     """DPO on two processes, whose parts differ in number."""
     exact(_dpo_on_ranks, ranks=2)
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def dpo_precomputed(folder: Path) -> None:
+    """DPO with precompute_ref_log_probs=True."""
+    exact(lambda world: _preferences(world, precompute_ref_log_probs=True))
