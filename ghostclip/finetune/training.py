@@ -150,13 +150,13 @@ class FinetuneTrainer(DPTrainer):
         """Let the model have the average that was asked for, or what it has."""
         return nullcontext() if self._averages is None else self._averages.applied()
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def _logical_step(self, model: nn.Module, ticket: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute the clipped sum of a logical batch."""
         # Dropout follows from seed, step and share of the samples, so that it is the same in a resumed run.
         seed_text = f"{self.run.state.seed} {self.run.ranks.rank // self.run.mesh.tp} {self.run.state.step}"
         torch.manual_seed(digest_of(seed_text))
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self._step = float(loss) * inputs.records, inputs.records
+        loss = super()._logical_step(model, ticket, num_items_in_batch)
+        self._step = float(loss) * ticket.records, ticket.records
         return loss
 
     def finish_step(self) -> bool:

@@ -157,9 +157,12 @@ class DPTrainer(Trainer):
         """
         self._require_options()
         self._require_account(resume_from_checkpoint)
+        # Of the host's loop alone: a subclass's own step, and ours, are of physical batches.
+        self.__dict__["training_step"] = self._logical_step
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
+            del self.__dict__["training_step"]
             if self.private_run is not None:
                 self.private_run.close()
 
@@ -209,7 +212,7 @@ class DPTrainer(Trainer):
     # Batches
 
     def get_train_dataloader(self) -> Any:
-        """Return what Trainer iterates over: a ticket for each batch, whose records `training_step` draws."""
+        """Return what Trainer iterates over: a ticket for each batch, whose records are drawn by its step."""
         if self.private_run is None:
             dataset, collate = self.train_dataset, self.data_collator
             if type(dataset).__module__.partition(".")[0] == "datasets":
@@ -257,26 +260,14 @@ class DPTrainer(Trainer):
                 AdapterWatch(self.model, self.optimizer)
         return self.optimizer
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Compute the clipped sum of a logical batch.
-
-        Args:
-            model: The model, in Trainer's wrapping.
-            inputs: A ticket.
-            num_items_in_batch: Not used: no loss is divided by it.
-
-        Returns:
-            The mean loss.
-
-        Raises:
-            DataError: If the batch is not from the private loader.
-        """
-        if not isinstance(inputs, Ticket) or self.private_run is None:
+    def _logical_step(self, model: nn.Module, ticket: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Compute the clipped sum of a logical batch, for the host's loop; return the mean loss."""
+        if not isinstance(ticket, Ticket) or self.private_run is None:
             raise DataError(
-                f"training_step() was given a {type(inputs).__name__} that the private loader did not hand out. Let "
+                f"training_step() was given a {type(ticket).__name__} that the private loader did not hand out. Let "
                 "the trainer make its loader (get_train_dataloader)."
             )
-        if not inputs.is_last:
+        if not ticket.is_last:
             return torch.zeros((), device=self.args.device)
         # Ranks run forward different numbers of times, so that nothing may be exchanged before the step.
         around = getattr(model, "_orig_mod", model)
@@ -288,18 +279,32 @@ class DPTrainer(Trainer):
             self._loss_is_known = True
         self._computing = True
         try:
-            main_input = getattr(self.model, "main_input_name", "input_ids")
+            main_input, step = getattr(self.model, "main_input_name", "input_ids"), type(self).training_step
             with _ungathered(self.accelerator):
-                return self.private_run.compute(lambda part: self._backward(bare, part), inputs, main_input)
+                return self.private_run.compute(lambda part: step(self, bare, part, None).detach(), ticket, main_input)
         finally:
             self._computing = False
 
-    def _backward(self, model: nn.Module, inputs: Any) -> Tensor:
-        """Run forward and backward of a physical batch, as `Trainer.training_step` does, and return the mean loss."""
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run forward and backward of a physical batch, as `Trainer.training_step` does.
+
+        A subclass may have one of its own, which calls this one or `backward` of a loss that is a mean of the records'.
+
+        Args:
+            model: The model.
+            inputs: The physical batch.
+            num_items_in_batch: Not used: no loss is divided by it.
+
+        Returns:
+            The mean loss, without a graph.
+
+        Raises:
+            DataError: If it is called outside of `train`.
+        """
+        if not self._computing:
+            raise DataError("training_step: it is called by train(), on batches of the private loader.")
         model.train()
-        train: Any = getattr(self.optimizer, "train", None)
-        if callable(train):
-            train()
+        getattr(self.optimizer, "train", lambda: None)()
         inputs = self._prepare_inputs(inputs)
         if self._compiles():
             return _mean(self._compiled_step(model, inputs))

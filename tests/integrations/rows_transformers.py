@@ -303,6 +303,56 @@ def loss_weighted_over_the_batch(folder: Path) -> None:
     refused(lambda world: _causal(world, trainer={"compute_loss_func": loss}))
 
 
+def _own_step(world: World, mix: Callable[[Any], Any] = lambda part: part, *, ours: bool = False) -> None:
+    """Train with a `training_step` of one's own, which may mix records, and may call ours."""
+    from ghostclip.integrations.transformers import DPTrainer
+
+    class _Own(DPTrainer):
+        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            inputs = mix(self._prepare_inputs(inputs))
+            if ours:
+                return super().training_step(model, inputs, num_items_in_batch)
+            model.train()
+            with self.compute_loss_context_manager():
+                loss = nn.functional.cross_entropy(
+                    model(inputs_embeds=inputs["inputs_embeds"]).logits, inputs["labels"]
+                )
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    def collate(records: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return {name: torch.stack([record[name] for record in records]) for name in records[0]}
+
+    records = [
+        {"inputs_embeds": x.view(-1, 1).repeat(1, 8), "labels": y}
+        for x, y in zip(world.features, world.labels, strict=True)
+    ]
+    make = partial(_bert, "BertForSequenceClassification", num_labels=CLASSES)
+    _with_own_loss(world, make, records, collate, kind=_Own)
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def own_training_step(folder: Path) -> None:
+    """A training_step of one's own, with its own loss and backward."""
+    exact(_own_step)
+
+
+@row(ROWS, **_HOST, outcome="exact", note=_SUMS)
+def training_step_around_ours(folder: Path) -> None:
+    """A training_step of one's own that looks at its inputs and calls super()."""
+    exact(partial(_own_step, ours=True))
+
+
+def _mixed(part: Any) -> Any:
+    return {**part, "inputs_embeds": 0.7 * part["inputs_embeds"] + 0.3 * part["inputs_embeds"].flip(0)}
+
+
+@row(ROWS, **_HOST, outcome="refused", note="rows changed when others were replaced")
+def training_step_that_mixes(folder: Path) -> None:
+    """Mixup in a training_step of one's own that calls super()."""
+    refused(partial(_own_step, mix=_mixed, ours=True))
+
+
 @row(ROWS, **_HOST, outcome="exact", note=_SUMS)
 def label_smoothing(folder: Path) -> None:
     """label_smoothing_factor."""
