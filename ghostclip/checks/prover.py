@@ -204,9 +204,12 @@ class Evidence:
         refuse_means_without_scale(capture, roots, forward)
 
     @staticmethod
-    def unseen(capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> AbstractContextManager[None]:
-        """Return a context for backwards that prove a loss: what hooks and backward functions write is put back."""
-        return restored(capture.model, arguments=hooks_below(roots, forward))
+    @contextmanager
+    def unseen(capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> Iterator[None]:
+        """Yield for backwards that prove a loss: what hooks and backward functions write is put back."""
+        # They may reach into the model, parts of which run again then.
+        with restored(capture.model, arguments=hooks_below(roots, forward)), capture.substituted():
+            yield
 
     def refuse_padding(
         self, capture: CaptureContext, roots: Sequence[Any], paths: Iterable[Path], forward: ForwardContext

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
@@ -265,6 +266,31 @@ def test_what_ranks_exchange_is_exchanged_once(tmp_path, monkeypatch, before):
     with process_group(0, 1, str(tmp_path)):
         _Training().step(loop)
     assert len(asked) == 3
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x):
+        return checkpoint(self.layers.forward, x, use_reentrant=False)
+
+
+def test_a_part_that_runs_again_in_a_backward_begins_no_record(monkeypatch):
+    training, inside, taken = _Training(first=_Checkpointed), [], []
+    # Between such a value and the layers behind it the loss is looked at by backwards.
+    training.model.get_submodule("_module.0").register_forward_hook(lambda *call: taken.append(call[2]))
+    record_outputs = training.optimizer.clipper._evidence.record_outputs
+
+    def noted(outputs):
+        inside.append(_torch.in_backward())
+        record_outputs(outputs)
+
+    monkeypatch.setattr(training.optimizer.clipper._evidence, "record_outputs", noted)
+    training.step(lambda m, x, t, r: losses_of(m(x), t) + taken[-1].square().sum(1))
+    assert inside
+    assert not any(inside)
 
 
 def test_nothing_is_kept_of_a_step():
