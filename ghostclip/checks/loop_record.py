@@ -7,8 +7,9 @@ hands out, or from the forward on, to the backward. It is run again with half of
 others, in batch and outputs: the model's inputs of the other samples may not change, nor may their losses and the
 gradients that their outputs receive.
 
-What leaves torch on the way (NumPy, a number that was read, a function that torch cannot see) is a constant here. So is
-what has as many rows as there are samples, is not known to be of the batch, and without which nothing changes.
+What leaves torch on the way is a constant here: NumPy, what Python computes with a number that was read, what torch
+cannot see. So is what has as many rows as there are samples, is not known to be of the batch, and without which nothing
+changes.
 
 Shape letter: B samples.
 """
@@ -96,7 +97,7 @@ class LoopRecord(TorchFunctionMode):
         self._loop = weakref.ref(loop)
         self.calls: list[_Call] = []
         self.given: dict[int, _Given] = {}  # by number
-        self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by a tensor's `id`: itself, and its number
+        self._numbers: dict[int, tuple[Callable[[], Any], int]] = {}  # by the `id` of a value: itself, and its number
         self._outside: set[int] = set()  # numbers of what was made without gradients
         self._is_open, self._last = False, 0
         self._stopped: Any = None  # the compiler
@@ -157,10 +158,10 @@ class LoopRecord(TorchFunctionMode):
             self._is_open = False
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        writes, made = by_name or _torch.versions(taken) != versions, _tree.tensors(result)
+        writes, made = by_name or _torch.versions(taken) != versions, _made(result)
         takes = frozenset(int(leaf) for leaf in _tree.leaves(arguments) if type(leaf) is _At)
         if takes and (made or writes):
-            makes, kind = [self.number_of(tensor) for tensor in made], made[0].device.type if made else "cpu"
+            makes, kind = [self.number_of(value) for value in made], _device_of(made)
             cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
             self.calls.append(_Call(func, arguments, takes, makes, graded, (kind, cast), writes))
             self._outside.update(() if graded else makes)
@@ -169,7 +170,7 @@ class LoopRecord(TorchFunctionMode):
 
     def _noted(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return leaf
+            return _At(self.number_of(leaf)) if type(leaf) is float and self.knows(leaf) else leaf
         if leaf.requires_grad and self.knows(leaf) and self.number_of(leaf) in self._outside:
             # A custom autograd function, of which the inside was seen, has put it into the graph.
             del self._numbers[id(leaf)]
@@ -188,16 +189,16 @@ class LoopRecord(TorchFunctionMode):
             copy = tensor.clone()
             self.given[number] = self.given[number]._replace(tensor=copy, version=_torch.version(copy))
 
-    def knows(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has a number."""
-        return id(tensor) in self._numbers and self._numbers[id(tensor)][0]() is tensor
+    def knows(self, value: Tensor | float) -> bool:
+        """Return whether a tensor, or a float that was read of one, has a number."""
+        return id(value) in self._numbers and self._numbers[id(value)][0]() is value
 
-    def number_of(self, tensor: Tensor) -> int:
-        """Return the number of a tensor, a new one where it has none."""
-        if not self.knows(tensor):
+    def number_of(self, value: Tensor | float) -> int:
+        """Return the number of a tensor or a float, a new one where it has none."""
+        if not self.knows(value):
             self._last += 1
-            self._numbers[id(tensor)] = weakref.ref(tensor), self._last
-        return self._numbers[id(tensor)][1]
+            self._numbers[id(value)] = weakref.ref(value) if isinstance(value, Tensor) else lambda: value, self._last
+        return self._numbers[id(value)][1]
 
     def replay(self, roots: Sequence[Any], batch: Batch) -> "LoopReplay | None":
         """Return what some tensors were computed by, to be computed again; None where it is not known of all."""
@@ -228,6 +229,15 @@ class LoopRecord(TorchFunctionMode):
                 needed.append(call)
                 numbers |= call.takes
         return needed[::-1]
+
+
+def _made(result: Any) -> list[Any]:
+    """Return the tensors of a function's result, and the floats that it read of some."""
+    return [leaf for leaf in _tree.leaves(result) if isinstance(leaf, Tensor) or type(leaf) is float]
+
+
+def _device_of(made: Sequence[Any]) -> str:
+    return next((value.device.type for value in made if isinstance(value, Tensor)), "cpu")
 
 
 def _may_be_whole(given: _Given) -> bool:
@@ -356,7 +366,7 @@ class LoopReplay:
                 args, kwargs = _tree.mapped(lambda leaf: values[leaf] if type(leaf) is _At else leaf, call.arguments)
                 kind, cast = call.cast
                 with torch.set_grad_enabled(call.graded), torch.autocast(kind, dtype=cast, enabled=cast is not None):
-                    made = _tree.tensors(call.func(*args, **kwargs))
+                    made = _made(call.func(*args, **kwargs))
                 values.update(zip(call.makes, made, strict=True))
             roots = [values[number] for number in self._numbers if number in values]
             leaves = [given[number] for number in self._ends]

@@ -70,6 +70,7 @@ MIXED = {
     ).mean(),
     "centred inputs": lambda m, x, t, r: losses_of(m(x - x.mean(0)), t).mean(),
     "one scale": lambda m, x, t, r: losses_of(m(x / x.abs().max()), t).mean(),
+    "a scale that was read": lambda m, x, t, r: losses_of(m(x / x.abs().max().item()), t).mean(),
     "one scale and noise": lambda m, x, t, r: losses_of(m(x / x.abs().max() + 0.1 * torch.randn(4)), t).mean(),
 }
 WEIGHED = {
@@ -86,6 +87,12 @@ WEIGHED = {
     "a temperature for each": lambda m, x, t, r: losses_of((o := m(x)) * o.detach().std().expand(len(x), 1), t).mean(),
     "outputs in place": lambda m, x, t, r: _above_median(losses_of(_in_place(m(x), lambda o: o.mul_(2.0)), t)),
     "after an attack": lambda m, x, t, r: _above_median(losses_of(m(x + 0.1 * _slope(m, x, t).sign()), t)),
+    "a threshold that was read": lambda m, x, t, r: (
+        e := losses_of(m(x), t), e * (e > float(e.detach().median()))
+    )[1].mean(),
+    "a list that was read": lambda m, x, t, r: (
+        losses_of(m(x), t) * torch.tensor((r.abs() / r.abs().max()).tolist())
+    ).mean(),
     "in 16 bits": lambda m, x, t, r: _above_median(losses_of(_in_16_bits(m, x), t)),
 }  # fmt: skip
 ALONE = {
@@ -112,6 +119,7 @@ ALONE = {
     "attacked inputs": lambda m, x, t, r: losses_of(m(x + 0.1 * _slope(m, x, t).sign()), t).mean(),
     "a function of one's own": lambda m, x, t, r: _Square.apply(m(x)).mean(),
     "outputs in place": lambda m, x, t, r: functional.cross_entropy(_in_place(m(x), lambda o: o.mul_(2.0)), t),
+    "its own number, read": lambda m, x, t, r: (losses_of(m(x), t) * torch.tensor(r.tolist())).mean(),
     "a table as long as the batch": lambda m, x, t, r: losses_of(m(x) + torch.linspace(0, 1, BATCH)[:C], t).mean(),
     "a running loss": lambda m, x, t, r: (loss := losses_of(m(x), t).mean(), _TOTAL.add_(loss.detach()))[0],
     "a device": lambda m, x, t, r: _on_device(lambda: losses_of(m(x) + torch.zeros(C), t).mean()),
