@@ -379,6 +379,7 @@ TAKEN = {
     "largest": lambda o: o.topk(3, 1).values,
     "means": lambda o: functional.avg_pool1d(o, 2, 1),
     "maxima": lambda o: functional.max_pool1d(o.unsqueeze(1), 2, 1).squeeze(1),
+    "unit_lengths": lambda o: functional.normalize(o[:, :3], dim=1),
     "resampled": lambda o: functional.interpolate(o.unsqueeze(1), size=3).squeeze(1),
 }
 
@@ -449,6 +450,7 @@ IN_THE_GRAPH = {
     "beside detached ones": lambda o, t: o[:, :1] - (o[:, 0].detach() * o[:, 1].exp() * 0 + t),
     "chosen": lambda o, t: o[:, :1] - torch.where(t > -1, t, o[:, 0] * 0),
     "expanded": lambda o, t: o[:, :1].expand(-1, len(t)) * (o[:, 1] * 0 + t),
+    "both expanded": lambda o, t: torch.sub(*torch.broadcast_tensors(o[:, :1], o[:, 1] * 0 + t)),
 }
 
 
