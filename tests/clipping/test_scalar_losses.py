@@ -478,6 +478,15 @@ def test_losses_of_a_loop_over_samples_are_divided_by_their_own_counts_as_the_re
         clipper.backward(thirds)
 
 
+def test_weights_of_samples_in_a_loop_over_them_come_behind_it_as_the_refusal_says():
+    model, clipper = _attached("bookkeeping", 1.0)
+    losses, weights = list(model(_rows()["x"]).square().sum(1)), torch.rand(B).double()
+    weighted = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)])
+    with pytest.raises(LossReductionError, match=r"torch.stack\(losses\) \* weights"):
+        clipper.backward(weighted.mean())
+    clipper.backward((torch.stack(losses) * weights).mean())
+
+
 FOREIGN = {
     "temperature": lambda own: lambda o, y: functional.cross_entropy(o * own, y),
     "criterion_with_weights": lambda own: lambda o, y: functional.cross_entropy(o + own, y) + own,
