@@ -16,7 +16,7 @@ Shape letter: B samples.
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from ghostclip.capture.hooks import suspend_compiler
 from ghostclip.checks.batches import Batch, louder, unnoticed
 from ghostclip.checks.dependence import batch_axis_of, of_samples
 from ghostclip.checks.independence import TOLERANCE
-from ghostclip.checks.unchecked import Unchecked
+from ghostclip.checks.unchecked import LOOP, Unchecked
 from ghostclip.errors import LossReductionError, SampleMixingError
 
 _REFUSED: Final = (
@@ -49,11 +49,16 @@ _MIXED_INPUTS: Final = (
 )
 # Tensors of one record; a loop that makes more than that is not recorded.
 _MOST: Final = 4096
+# So many batches may be handed out before the forward of the first.
+_AHEAD: Final = 4
+# So many samples are replaced one at a time where a loop does not run with half of them.
+_ALONE: Final = 8
 # Sums by which a row is known again.
 _SUMS: Final = 4
 # Of larger tensors (logits of a language model) as many samples are looked at as have so many elements.
 _LARGE: Final = 1 << 16
 _BACKWARDS: Final = frozenset({Tensor.backward, torch.autograd.backward})
+_GRADIENTS: Final = frozenset({torch.autograd.grad, Tensor.grad.__get__})  # type: ignore[union-attr]
 _BETWEEN_RANKS: Final = re.compile("torch.distributed|c10d")
 # Running statistics are written to without being counted.
 _IN_PLACE: Final = re.compile("(.*[^_]_)|__(setitem|i[a-z]+)__|(batch|instance)_norm")
@@ -98,6 +103,7 @@ class LoopRecord(TorchFunctionMode):
         self.calls: list[_Call] = []
         self.given: dict[int, _Given] = {}  # by number
         self._numbers: dict[int, tuple[Callable[[], Any], int]] = {}  # by the `id` of a value: itself, and its number
+        self.put: dict[int, Tensor] = {}  # those that custom functions put into the graph, by the numbers from before
         self._outside: set[int] = set()  # numbers of what was made without gradients
         self._is_open, self._last = False, 0
         self._stopped: Any = None  # the compiler
@@ -129,7 +135,7 @@ class LoopRecord(TorchFunctionMode):
 
     def clear(self) -> None:
         """Let go of all tensors."""
-        self.calls, self.given, self._numbers = [], {}, {}
+        self.calls, self.given, self._numbers, self.put = [], {}, {}, {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -143,9 +149,12 @@ class LoopRecord(TorchFunctionMode):
             return func(*args, **kwargs)
         # What exchanges something with other ranks must not run again, nor what comes after it.
         ends = func in _BACKWARDS or _BETWEEN_RANKS.search(f"{getattr(func, '__module__', '')} {func}") is not None
-        if ends or func is torch.autograd.grad:
+        if ends or func in _GRADIENTS:
             self._is_open = not ends
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if not ends:
+                self._give_gradients(args[-1], result)
+            return result
         by_name = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", "")))
         try:
             # Before it runs: it may change either.
@@ -173,6 +182,7 @@ class LoopRecord(TorchFunctionMode):
             return _At(self.number_of(leaf)) if type(leaf) is float and self.knows(leaf) else leaf
         if leaf.requires_grad and self.knows(leaf) and self.number_of(leaf) in self._outside:
             # A custom autograd function, of which the inside was seen, has put it into the graph.
+            self.put[self.number_of(leaf)] = leaf
             del self._numbers[id(leaf)]
         if not self.knows(leaf):
             self._give(leaf)
@@ -182,12 +192,19 @@ class LoopRecord(TorchFunctionMode):
         is_drawn = (loop := self._loop()) is not None and loop.is_drawn(tensor)
         self.given[self.number_of(tensor)] = _Given(tensor, _torch.version(tensor), is_drawn)
 
+    def _give_gradients(self, inputs: Any, grads: Any) -> None:
+        """Take in gradients, which are of a batch unless they are those of parameters."""
+        grads = grads if isinstance(grads, tuple) else (grads,)
+        for one, grad in zip(_tree.leaves(inputs), grads, strict=False):
+            if isinstance(grad, Tensor) and not isinstance(one, torch.nn.Parameter):
+                self.given[self.number_of(grad)] = _Given(grad, _torch.version(grad), is_drawn=True)
+
     def _copy(self, tensor: Tensor) -> None:
-        """Copy what came from elsewhere before it is written to."""
-        number = self.number_of(tensor)
-        if number in self.given and self.given[number].tensor is tensor:
-            copy = tensor.clone()
-            self.given[number] = self.given[number]._replace(tensor=copy, version=_torch.version(copy))
+        """Copy what came from elsewhere before it, or a view of it, is written to."""
+        for one in (tensor, _torch.base_of(tensor)):
+            if one is not None and self.knows(one) and self._is_given(one):
+                number, copy = self.number_of(one), one.clone()
+                self.given[number] = self.given[number]._replace(tensor=copy, version=_torch.version(copy))
 
     def knows(self, value: Tensor | float) -> bool:
         """Return whether a tensor, or a float that was read of one, has a number."""
@@ -204,9 +221,10 @@ class LoopRecord(TorchFunctionMode):
         """Return what some tensors were computed by, to be computed again; None where it is not known of all."""
         if not roots or not all(isinstance(root, Tensor) and self.knows(root) and not root.is_meta for root in roots):
             return None
-        calls = self._needed({self.number_of(root) for root in roots})
+        values = {**{self.number_of(root): root for root in roots}, **self.put}
+        calls = self._needed(set(values))
         try:
-            return LoopReplay(self, calls, roots, batch) if calls else None
+            return LoopReplay(self, calls, values, batch) if calls else None
         except Exception:  # noqa: BLE001 - of tensors that have no values
             return None
 
@@ -256,10 +274,10 @@ def _largest(values: Tensor) -> Tensor:
 class LoopReplay:
     """What was recorded, to be computed with other samples."""
 
-    def __init__(self, record: LoopRecord, calls: Sequence[_Call], roots: Sequence[Tensor], batch: Batch) -> None:
+    def __init__(self, record: LoopRecord, calls: Sequence[_Call], values: Mapping[int, Tensor], batch: Batch) -> None:
         axis_of = partial(batch_axis_of, batch_size=batch.size, axis=batch.axis)
-        self._calls, self._roots = calls, roots
-        self._numbers = [record.number_of(root) for root in roots]
+        roots = list(values.values())
+        self._calls, self._numbers, self._roots = calls, list(values), roots
         used = frozenset[int]().union(*(call.takes for call in calls))
         noted = {number: one for number, one in record.given.items() if number in used}
         self._tensors = {number: one.tensor for number, one in noted.items()}
@@ -279,6 +297,7 @@ class LoopReplay:
             # The others are let go of.
             self._tensors |= {n: of_samples(self._tensors[n], range(few), axis) for n, axis in self._axes.items()}
         self._base: list[Tensor] = []
+        self.has_run = False  # whether it ran with other samples
 
     def mixes(self) -> bool:
         """Return whether samples follow each other, as far as it is known."""
@@ -309,7 +328,7 @@ class LoopReplay:
             # Of fewer samples one loss for all is another one.
             were = root if axis is None or self._is_whole else of_samples(root, range(self._batch.size), axis)
             is_known = axis is not None or self._is_whole
-            if is_known and not torch.allclose(one, were.detach(), rtol=1e-3, atol=1e-6):
+            if is_known and not torch.allclose(one, were.detach(), rtol=1e-3, atol=1e-6, equal_nan=True):
                 return False
         return self._is_whole or not self._is_stale
 
@@ -334,17 +353,19 @@ class LoopReplay:
 
     def _neighbours(self, whole: Sequence[int]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
         """Yield, of neighbouring batches, which samples stayed, and values, samples first: before, now."""
-        batch = self._batch
+        batch, ran = self._batch, False
         drawn, *halves = batch.replaced
-        for gone, loud in ((drawn, ()), (batch.others(drawn), ()), *zip(halves, halves, strict=True)):
+        many = [(drawn, ()), (batch.others(drawn), ()), *zip(halves, halves, strict=True)]
+        # One at a time where all others fail: a loop may go by the classes that there are.
+        for number, (gone, loud) in enumerate((*many, *(([place], ()) for place in range(min(_ALONE, batch.size))))):
+            if ran and number >= len(many):
+                return
             rest = batch.others(gone)
             try:
                 now = self._run(batch.copies(gone), whole, loud)
-            except Exception:
-                if not loud:
-                    raise
-                # A loss may take no values of that size.
-                return
+            except Exception:  # noqa: BLE001 - it may take no values of that size, or no fewer classes
+                continue
+            ran = self.has_run = True
             for axis, one, other in zip(self._compared, self._base, now, strict=True):
                 if axis is not None:
                     pair = one.movedim(axis, 0), other.movedim(axis, 0)
@@ -390,20 +411,26 @@ class Loop:
         self.is_on = is_on
         self._unchecked = unchecked
         self.record: LoopRecord | None = None  # from before the forward that runs
+        self._ahead = 0  # batches that were handed out since a record began, until a forward
         self._latest: list[LoopRecord] = []
         weakref.finalize(self, _abandon, self._latest).atexit = False
 
     def take_batch(self) -> None:
         """Record what is done with a batch that is handed out, if the next forward is one to ask about."""
         self._is_in_order = True
+        if LoopRecord.open in self._latest and 0 < self._ahead < _AHEAD:
+            # Whoever fetches batches ahead has moved, or changed, the one that the next forward is of.
+            self._ahead += 1
+            return
         if LoopRecord.entered:
             self.end_record()
         if self.is_on and self._unchecked.is_due:
             self._begin(LoopRecord(self))
+            self._ahead = 1
 
     def take_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Record what is done with the outputs of a forward."""
-        record, self.record = self.record, None
+        record, self.record, self._ahead = self.record, None, 0
         if self.is_on and self._is_in_order:
             self._begin(record or LoopRecord(self), outputs)
 
@@ -416,7 +443,7 @@ class Loop:
 
     def end_record(self) -> LoopRecord | None:
         """Record no more; return what was recorded."""
-        self.record = None
+        self.record, self._ahead = None, 0
         return LoopRecord.end()
 
     def look_at_inputs(self, inputs: Sequence[Tensor], forward: ForwardContext) -> None:
@@ -431,6 +458,7 @@ class Loop:
         fate = "" if replay is None else replay.fate()
         if fate == "mixed":
             raise SampleMixingError(_MIXED_INPUTS)
+        self._report(replay)
         # In other places nothing says which outputs go with which targets.
         self._is_in_order = not fate
 
@@ -445,3 +473,10 @@ class Loop:
         yield
         if replay is not None and replay.mixes():
             raise LossReductionError(_REFUSED)
+        self._report(replay)
+
+    def _report(self, replay: LoopReplay | None) -> None:
+        """Say so where what was recorded could not be run again."""
+        if replay is not None and not replay.has_run:
+            self._unchecked.missed("in a step that was looked at it could not be run again", LOOP)
+            self._unchecked.warn()

@@ -62,6 +62,7 @@ _PRODUCTS: Final = {
     "CdistBackward0": 0,
     "EuclideanDistBackward0": 0,
 }
+_EXPAND: Final = "ExpandBackward0"
 _PICKING: Final = frozenset({"IndexSelectBackward0", "GatherBackward0"})
 # Where products keep a factor that may be outside the graph.
 _FACTORS: Final = ("other", "self", "tensor1", "tensor2", "weight")
@@ -149,6 +150,8 @@ def refuse_beyond_outputs(
     looks = forward.unproven and not (forward.alone or forward.refusal)
     for number, (node, inputs) in enumerate(nodes):
         crossed = _crossed(node, inputs, number, size, seen) if inputs else ""
+        if crossed and node.name() == _EXPAND and _meets_its_like(node, nodes, size):
+            continue
         if crossed and forward.alone:
             seen[number, node.name()] = 0
         elif crossed:
@@ -303,6 +306,17 @@ def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Si
     if is_view or seen.get((number, node.name()), size) != size:
         return ""
     return f"{' and '.join(str(shape_at(edge) or ()) for edge in inputs)} becomes {after}"
+
+
+def _meets_its_like(node: Any, nodes: Sequence[tuple[Any, list[Edge]]], size: int) -> bool:
+    """Return whether an expanded value (``x.norm(...).expand_as(x)``) only meets values of the graph of its shape."""
+    # Proofs by gradients tell their samples apart, as where torch broadcasts by itself.
+    axes = _axes_of_samples(shape_at((node, 0)) or (), size)
+    users = [inputs for _, inputs in nodes if any(one[0] is node for one in inputs)]
+    others = [[one for one in inputs if one[0].name() != _EXPAND] for inputs in users]
+    return bool(others) and all(
+        any(_axes_of_samples(shape_at(o) or (), size) >= axes for o in among) for among in others
+    )
 
 
 def _remaining_shapes(node: Any) -> Iterator[tuple[int, ...]]:

@@ -22,6 +22,7 @@ PADDING: Final = "batch independence (padding cut off)"
 LOSSES: Final = "losses of one sample each"
 SCALARS: Final = "scalars that the model computes (half of the samples)"
 CRITERION: Final = "losses of a known criterion (samples replaced)"
+LOOP: Final = "what a loop computes (samples replaced)"
 _ALL: Final = (ROWS, REPLACED, FEWER, BEHIND, LOSSES)
 _LONE: Final = "every batch so far had fewer than two samples"
 # After so many batches of one sample it is said that they prove nothing.

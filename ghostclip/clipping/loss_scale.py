@@ -37,7 +37,8 @@ SCHEDULES: Final = (
     "A factor that follows a public schedule, and no data, is declared with ghostclip.losses.scheduled(loss, factor)."
 )
 _CONSTANTS: Final = (
-    "Use a number of Python for a public constant, for those of a distribution tensors with an entry for each feature "
+    "Use a number of Python for a public constant, for weights of the samples in a loop over them shape (B,) behind it "
+    "(torch.stack(losses) * weights), for constants of a distribution tensors with an entry for each feature "
     "(Normal(torch.zeros(d), torch.ones(d)) in the place of Normal(0.0, 1.0))"
 )
 _MEAN_AS_SUM: Final = (

@@ -260,7 +260,8 @@ def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
         "loader, which forgets what was drawn before. One record must be one row, and every batch that is drawn must "
         "be stepped on, also an empty one: no padding-free or packing collator, no batch skipped, cut, doubled or "
         "drawn by another loader, no loader sharded again (leave it out of accelerator.prepare on several processes), "
-        "no skip_first_batches after a resume (the private loader resumes by itself). Rows on another axis: "
+        "no skip_first_batches after a resume (the private loader resumes by itself). Two views of each record: call "
+        "the model once for each, model(x1) and model(x2), not model(torch.cat([x1, x2])). Rows on another axis: "
         "batch_first=False; they are counted in the model's first input, behind which states (layers, B, ...) go. If "
         "you sample the batches yourself: make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
     )

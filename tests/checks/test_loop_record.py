@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import operator
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -15,11 +18,23 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
 from ghostclip import _torch
+from ghostclip.checks.unchecked import LOOP
 from ghostclip.errors import LossReductionError, SampleMixingError
 from tests.checks.test_criterion import BATCH, FOLLOW, OWN, C, losses_of
 from tests.process_group import process_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling=False", "ignore:noise_multiplier")
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.std())
+        return x / x.std()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / ctx.saved_tensors[0]
 
 
 class _Square(torch.autograd.Function):
@@ -59,6 +74,19 @@ def _above_median(values):
     return (values * (values.detach() > values.detach().median())).mean()
 
 
+def _to_means(output, t):
+    means = torch.zeros(2 * C, C)
+    for kind in t.unique():
+        means[kind] = output.detach()[t == kind].mean(0)
+    return (output - means[t]).square().mean()
+
+
+def _by_counts(losses, t):
+    counts = torch.zeros(C, 1)
+    counts.view(-1).index_add_(0, t, torch.ones(len(t)))
+    return (losses * (counts[t, 0] > 2)).mean()
+
+
 # What loops do with a model, inputs (B, 4), classes (B,) and numbers (B,): before the model, and after it.
 MIXED = {
     "mixup": lambda m, x, t, r: losses_of(m(0.7 * x + 0.3 * x[torch.randperm(len(x))]), t).mean(),
@@ -71,6 +99,7 @@ MIXED = {
     "centred inputs": lambda m, x, t, r: losses_of(m(x - x.mean(0)), t).mean(),
     "one scale": lambda m, x, t, r: losses_of(m(x / x.abs().max()), t).mean(),
     "a scale that was read": lambda m, x, t, r: losses_of(m(x / x.abs().max().item()), t).mean(),
+    "an attack of one scale": lambda m, x, t, r: losses_of(m(x + (g := _slope(m, x, t)) / g.abs().max()), t).mean(),
     "one scale and noise": lambda m, x, t, r: losses_of(m(x / x.abs().max() + 0.1 * torch.randn(4)), t).mean(),
 }
 WEIGHED = {
@@ -81,6 +110,7 @@ WEIGHED = {
     )[1],
     "weights, normalised before": lambda m, x, t, r: (w := r.abs() / r.abs().max(), losses_of(m(x), t) * w)[1].mean(),
     "behind a function of one's own": lambda m, x, t, r: _above_median(_Square.apply(m(x)).sum(1)),
+    "inside of a function of one's own": lambda m, x, t, r: _Scaled.apply(m(x)).square().mean(),
     "a teacher with batch statistics": lambda m, x, t, r: _taught(m(x)),
     "beside noise": lambda m, x, t, r: _above_median(losses_of(m(x) + 0.1 * torch.randn(len(x), C), t)),
     "a reference of others": lambda m, x, t, r: functional.mse_loss(out := m(x), out.roll(1, 0).detach()),
@@ -93,6 +123,8 @@ WEIGHED = {
     "a list that was read": lambda m, x, t, r: (
         losses_of(m(x), t) * torch.tensor((r.abs() / r.abs().max()).tolist())
     ).mean(),
+    "means of the classes that are there": lambda m, x, t, r: _to_means(m(x), t + C * (r > 0)),
+    "counts in a view": lambda m, x, t, r: _by_counts(losses_of(m(x), t), t),
     "in 16 bits": lambda m, x, t, r: _above_median(losses_of(_in_16_bits(m, x), t)),
 }  # fmt: skip
 ALONE = {
@@ -117,6 +149,9 @@ ALONE = {
     )[1].mean(),
     "a mean that nobody uses": lambda m, x, t, r: (x.mean(0), losses_of(m(x), t))[1].mean(),
     "attacked inputs": lambda m, x, t, r: losses_of(m(x + 0.1 * _slope(m, x, t).sign()), t).mean(),
+    "attacked inputs, each to its own size": lambda m, x, t, r: losses_of(
+        m(x + functional.normalize(_slope(m, x, t), dim=1)), t
+    ).mean(),
     "a function of one's own": lambda m, x, t, r: _Square.apply(m(x)).mean(),
     "outputs in place": lambda m, x, t, r: functional.cross_entropy(_in_place(m(x), lambda o: o.mul_(2.0)), t),
     "its own number, read": lambda m, x, t, r: (losses_of(m(x), t) * torch.tensor(r.tolist())).mean(),
@@ -190,6 +225,38 @@ def test_losses_in_which_samples_meet_are_refused(name):
     assert training.optimizer.releases == 0
 
 
+class _Ahead:
+    """Fetches batches ahead and moves them, as loaders for another device do."""
+
+    def __init__(self, loader, change):
+        self.loader, self.change = loader, change
+
+    def __iter__(self):
+        batches = ([self.change(part) for part in batch] for batch in self.loader)
+        return map(operator.itemgetter(0), itertools.pairwise(itertools.chain(batches, [None])))
+
+
+AHEAD = {
+    "before": (lambda part: part / part.abs().max() if part.dim() == 2 else part.clone(), ALONE["constants"]),
+    "after": (torch.clone, MIXED["mixup"]),
+    "weights": (torch.clone, WEIGHED["weights, normalised before"]),
+}
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_batches_that_are_fetched_ahead_hide_nothing(name):
+    change, loop = AHEAD[name]
+    training = _Training()
+    training.loader = _Ahead(training.loader, change)
+    with pytest.raises((LossReductionError, SampleMixingError)):
+        training.step(loop)
+    assert training.optimizer.releases == 0
+    training = _Training()
+    training.loader = _Ahead(training.loader, torch.clone)
+    training.step(ALONE["its own scale"])
+    assert training.optimizer.releases == 3
+
+
 @pytest.mark.parametrize("name", [*ALONE, *OWN])
 def test_samples_by_themselves_are_not(name):
     own = OWN.get(name)
@@ -244,6 +311,32 @@ def test_what_a_loop_writes_to_is_written_once():
     with pytest.raises(LossReductionError):
         _Training().step(taught)
     torch.testing.assert_close(mean, *means)
+
+
+def test_gradients_of_the_step_before_are_no_part_of_a_loop():
+    training = _Training()
+    batches = iter(training.loader)
+    for loop in (ALONE["in place"], MIXED["mixup in place"]):
+        batch = next(batches)
+        training.optimizer.zero_grad()
+        with pytest.raises(SampleMixingError) if training.optimizer.releases else nullcontext():
+            loop(training.model, *batch).backward()
+            training.optimizer.step()
+        training.optimizer.clipper._evidence.renew()
+    assert training.optimizer.releases == 1
+
+
+@pytest.mark.parametrize("kinds", [2, BATCH])
+def test_whether_a_loop_was_run_again_is_reported(kinds):
+    training = _Training()
+
+    def loop(model, x, t, r):
+        one, *others = (torch.arange(BATCH) % kinds + 0 * t).unique()
+        return losses_of(model(x) + one * sum(others), t).mean()
+
+    training.step(loop)
+    report = training.optimizer.clipper._evidence.unchecked.reason(LOOP)
+    assert report == ("" if kinds == 2 else "in a step that was looked at it could not be run again")
 
 
 def test_a_tensor_of_inference_mode_ends_a_record_and_nothing_else():

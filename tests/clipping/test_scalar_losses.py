@@ -379,6 +379,7 @@ TAKEN = {
     "largest": lambda o: o.topk(3, 1).values,
     "means": lambda o: functional.avg_pool1d(o, 2, 1),
     "maxima": lambda o: functional.max_pool1d(o.unsqueeze(1), 2, 1).squeeze(1),
+    "unit_lengths": lambda o: functional.normalize(o[:, :3], dim=1),
     "resampled": lambda o: functional.interpolate(o.unsqueeze(1), size=3).squeeze(1),
 }
 
@@ -449,6 +450,7 @@ IN_THE_GRAPH = {
     "beside detached ones": lambda o, t: o[:, :1] - (o[:, 0].detach() * o[:, 1].exp() * 0 + t),
     "chosen": lambda o, t: o[:, :1] - torch.where(t > -1, t, o[:, 0] * 0),
     "expanded": lambda o, t: o[:, :1].expand(-1, len(t)) * (o[:, 1] * 0 + t),
+    "both expanded": lambda o, t: torch.sub(*torch.broadcast_tensors(o[:, :1], o[:, 1] * 0 + t)),
 }
 
 
@@ -474,6 +476,15 @@ def test_losses_of_a_loop_over_samples_are_divided_by_their_own_counts_as_the_re
     thirds = torch.stack([total / 3 for total in sums(_rows()["x"], [3] * B)]).mean()
     with pytest.raises(LossReductionError, match=r"torch.stack\(sums\) / torch.tensor\(counts\)"):
         clipper.backward(thirds)
+
+
+def test_weights_of_samples_in_a_loop_over_them_come_behind_it_as_the_refusal_says():
+    model, clipper = _attached("bookkeeping", 1.0)
+    losses, weights = list(model(_rows()["x"]).square().sum(1)), torch.rand(B).double()
+    weighted = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)])
+    with pytest.raises(LossReductionError, match=r"torch.stack\(losses\) \* weights"):
+        clipper.backward(weighted.mean())
+    clipper.backward((torch.stack(losses) * weights).mean())
 
 
 FOREIGN = {

@@ -141,6 +141,17 @@ def test_rows_that_are_not_records_are_refused():
         run.refuses([change(part) for part in batch], "the model saw")
 
 
+def test_two_views_of_each_record_are_two_calls_as_the_refusal_says():
+    run = Run(batch_size=48)
+    inputs, targets = next(iter(run.loader))
+    run.refuses([torch.cat([inputs, -inputs]), torch.cat([targets, targets])], r"model\(x1\) and model\(x2\)")
+    for inputs, targets in run.loader:
+        losses = [nn.functional.cross_entropy(run.model(view), targets) for view in (inputs, -inputs)]
+        sum(losses).backward()
+        run.optimizer.step()
+    assert run.optimizer.releases == len(run.loader)
+
+
 def test_a_batch_that_is_skipped_is_refused():
     run = Run()
     sizes = []
