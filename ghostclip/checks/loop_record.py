@@ -44,8 +44,9 @@ _REFUSED: Final = (
 )
 _MIXED_INPUTS: Final = (
     "an input of the model was computed from the batch, and one sample's rows changed when others were replaced: they "
-    "were mixed, ranked, centred or scaled by what is in the batch (mixup, a mean or a deviation over the batch). "
-    "Compute each sample's input from its own record, with constants that are public, as those of a fixed data set."
+    "were mixed, ranked, centred or scaled by what is in the batch (mixup, a mean or a deviation over the batch), or "
+    "stand in another order than a second input's (y[torch.randperm(len(y))] beside x). Compute each sample's input "
+    "from its own record, with constants that are public, as those of a fixed data set."
 )
 # Tensors of one record; a loop that makes more than that is not recorded.
 _MOST: Final = 4096
@@ -179,7 +180,7 @@ class LoopRecord(TorchFunctionMode):
 
     def _noted(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return _At(self.number_of(leaf)) if type(leaf) is float and self.knows(leaf) else leaf
+            return _At(self.number_of(leaf)) if type(leaf) is float and self.knows(leaf) else _as_it_is(leaf)
         if leaf.requires_grad and self.knows(leaf) and self.number_of(leaf) in self._outside:
             # A custom autograd function, of which the inside was seen, has put it into the graph.
             self.put[self.number_of(leaf)] = leaf
@@ -187,6 +188,12 @@ class LoopRecord(TorchFunctionMode):
         if not self.knows(leaf):
             self._give(leaf)
         return _At(self.number_of(leaf))
+
+    def take(self, tensor: Tensor) -> bool:
+        """Take in a tensor that is as it came from elsewhere; return whether it is."""
+        if not self.knows(tensor):
+            self._give(tensor)
+        return self._is_given(tensor)
 
     def _give(self, tensor: Tensor) -> None:
         is_drawn = (loop := self._loop()) is not None and loop.is_drawn(tensor)
@@ -266,6 +273,11 @@ def _may_be_whole(given: _Given) -> bool:
     return differ and not tensor.requires_grad and not given.is_drawn
 
 
+def _as_it_is(leaf: Any) -> Any:
+    """Return an argument; of a generator a copy, which draws what it would."""
+    return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
+
+
 def _largest(values: Tensor) -> Tensor:
     """Return the largest absolute value, without a copy of all."""
     return torch.linalg.vector_norm(values, float("inf"))
@@ -278,7 +290,7 @@ class LoopReplay:
         axis_of = partial(batch_axis_of, batch_size=batch.size, axis=batch.axis)
         roots = list(values.values())
         self._calls, self._numbers, self._roots = calls, list(values), roots
-        used = frozenset[int]().union(*(call.takes for call in calls))
+        used = frozenset(values).union(*(call.takes for call in calls))
         noted = {number: one for number, one in record.given.items() if number in used}
         self._tensors = {number: one.tensor for number, one in noted.items()}
         self._is_stale = any(_torch.version(one.tensor) != one.version for one in noted.values())
@@ -336,23 +348,29 @@ class LoopReplay:
         """Return whether samples' values or gradients change when others are replaced; ``whole``: not in these."""
         return any(
             bool(_largest(one[rest] - other[rest]) > self._tolerance * _largest(one))
-            for rest, one, other in self._neighbours(whole)
+            for rest, pairs in self._neighbours(whole)
+            for one, other in pairs
         )
 
     def _mixes_rows(self, whole: Sequence[int]) -> bool:
         """Return whether fewer samples than stay in the batch have the same values, in whatever places."""
         # Rows are compared by a few sums of theirs. Where random numbers are drawn, those of another place are others.
-        for rest, one, other in self._neighbours(whole):
-            rows = torch.stack([one, other]).reshape(2, self._batch.size, -1).double()
-            weights = torch.randn(rows.shape[2], _SUMS, generator=torch.Generator().manual_seed(0), dtype=rows.dtype)
-            was, now = rows @ weights.to(rows.device)
-            same = torch.cdist(was, now, p=float("inf")) <= self._tolerance * was.abs().max()
+        # What stands beside each other in several inputs is one sample's.
+        for rest, pairs in self._neighbours(whole):
+            same = torch.ones(self._batch.size, self._batch.size, dtype=torch.bool)
+            for pair in pairs:
+                rows = torch.stack(pair).reshape(2, self._batch.size, -1).double()
+                weights = torch.randn(
+                    rows.shape[2], _SUMS, generator=torch.Generator().manual_seed(0), dtype=rows.dtype
+                )
+                was, now = rows @ weights.to(rows.device)
+                same &= (torch.cdist(was, now, p=float("inf")) <= self._tolerance * was.abs().max()).cpu()
             if int(same.any(1).sum()) < len(rest):
                 return not self._before.drawn()
         return False
 
-    def _neighbours(self, whole: Sequence[int]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """Yield, of neighbouring batches, which samples stayed, and values, samples first: before, now."""
+    def _neighbours(self, whole: Sequence[int]) -> Iterator[tuple[list[int], list[tuple[Tensor, Tensor]]]]:
+        """Yield, of neighbouring batches, which samples stayed, and all values, samples first: before, now."""
         batch, ran = self._batch, False
         drawn, *halves = batch.replaced
         many = [(drawn, ()), (batch.others(drawn), ()), *zip(halves, halves, strict=True)]
@@ -366,10 +384,12 @@ class LoopReplay:
             except Exception:  # noqa: BLE001 - it may take no values of that size, or no fewer classes
                 continue
             ran = self.has_run = True
-            for axis, one, other in zip(self._compared, self._base, now, strict=True):
-                if axis is not None:
-                    pair = one.movedim(axis, 0), other.movedim(axis, 0)
-                    yield rest, *(pair if one.is_floating_point() else (part.double() for part in pair))
+            values = [
+                (pair if pair[0].is_floating_point() else (pair[0].double(), pair[1].double()), axis)
+                for axis, *pair in zip(self._compared, self._base, now, strict=True)
+                if axis is not None
+            ]
+            yield rest, [(one.movedim(axis, 0), other.movedim(axis, 0)) for (one, other), axis in values]
 
     def _run(self, samples: Sequence[int], whole: Sequence[int], loud: Sequence[int] = ()) -> list[Tensor]:
         """Return what comes out for some samples, each in a place, and the gradients of what is in the graph."""
@@ -384,7 +404,9 @@ class LoopReplay:
             written = any(call.writes for call in self._calls)
             values = {number: tensor.clone() for number, tensor in given.items()} if written else dict(given)
             for call in self._calls:
-                args, kwargs = _tree.mapped(lambda leaf: values[leaf] if type(leaf) is _At else leaf, call.arguments)
+                args, kwargs = _tree.mapped(
+                    lambda leaf: values[leaf] if type(leaf) is _At else _as_it_is(leaf), call.arguments
+                )
                 kind, cast = call.cast
                 with torch.set_grad_enabled(call.graded), torch.autocast(kind, dtype=cast, enabled=cast is not None):
                     made = _made(call.func(*args, **kwargs))
@@ -454,7 +476,8 @@ class Loop:
         self.record = record
         # Others look at what is in the graph.
         made = [tensor for tensor in inputs if not tensor.requires_grad and record.made(tensor)]
-        replay = record.replay(made, self._batch_of(forward))
+        given = [tensor for tensor in inputs if made and self.is_drawn(tensor) and record.take(tensor)]
+        replay = record.replay([*made, *given], self._batch_of(forward))
         fate = "" if replay is None else replay.fate()
         if fate == "mixed":
             raise SampleMixingError(_MIXED_INPUTS)

@@ -70,6 +70,13 @@ def _in_16_bits(model, x):
         return (model(x) @ _WEIGHTS).float()
 
 
+_OWN = torch.Generator().manual_seed(0)
+
+
+def _dropped(output):
+    return output * torch.bernoulli(torch.full_like(output, 0.8), generator=_OWN)
+
+
 def _above_median(values):
     return (values * (values.detach() > values.detach().median())).mean()
 
@@ -115,6 +122,7 @@ WEIGHED = {
     "beside noise": lambda m, x, t, r: _above_median(losses_of(m(x) + 0.1 * torch.randn(len(x), C), t)),
     "a reference of others": lambda m, x, t, r: functional.mse_loss(out := m(x), out.roll(1, 0).detach()),
     "a temperature for each": lambda m, x, t, r: losses_of((o := m(x)) * o.detach().std().expand(len(x), 1), t).mean(),
+    "beside noise of its own": lambda m, x, t, r: _above_median(losses_of(_dropped(m(x)), t)),
     "outputs in place": lambda m, x, t, r: _above_median(losses_of(_in_place(m(x), lambda o: o.mul_(2.0)), t)),
     "after an attack": lambda m, x, t, r: _above_median(losses_of(m(x + 0.1 * _slope(m, x, t).sign()), t)),
     "a threshold that was read": lambda m, x, t, r: (
@@ -130,6 +138,7 @@ WEIGHED = {
 ALONE = {
     "constants": lambda m, x, t, r: losses_of(m((x - 0.1) / 0.3), t).mean(),
     "its own scale": lambda m, x, t, r: losses_of(m(x / x.abs().amax(1, keepdim=True)), t).mean(),
+    "a generator of its own": lambda m, x, t, r: losses_of(m(_dropped(x)), t).mean(),
     "noise": lambda m, x, t, r: losses_of(m(x + 0.1 * torch.randn_like(x)), t).mean(),
     "some of them turned": lambda m, x, t, r: losses_of(m(x.where(torch.rand(len(x), 1) < 0.5, -x)), t).mean(),
     "something erased": lambda m, x, t, r: losses_of(
@@ -175,10 +184,10 @@ def _on_device(run):
 class _Training:
     """A private training whose batches are BATCH records, in an order of its own."""
 
-    def __init__(self, seed=0, first=nn.Identity, features=4):
+    def __init__(self, seed=0, first=nn.Identity, features=4, model=None):
         torch.manual_seed(seed)
         data = TensorDataset(torch.randn(3 * BATCH, 4), torch.arange(3 * BATCH) % C, torch.randn(3 * BATCH))
-        model = nn.Sequential(first(), nn.Linear(features, 6), nn.ReLU(), nn.Linear(6, C))
+        model = model or nn.Sequential(first(), nn.Linear(features, 6), nn.ReLU(), nn.Linear(6, C))
         self.model, self.optimizer, self.loader = ghostclip.PrivacyEngine().make_private(
             module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, BATCH),
             noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False,
@@ -213,6 +222,30 @@ def test_inputs_of_one_number_each_are_too(dtype):
     with pytest.raises(SampleMixingError, match="one sample's rows changed when others were replaced"):
         training.step(lambda m, x, t, r: losses_of(m((9 * (r - r.abs().max())).to(dtype)), t).mean())
     _Training(first=_Column, features=1).step(lambda m, x, t, r: losses_of(m((9 * r).to(dtype)), t).mean())
+
+
+class _Pairs(nn.Module):
+    """A model of inputs and numbers beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+
+    def forward(self, x, r):
+        return functional.softplus(self.layer(torch.cat([x, r[:, None]], 1))[:, 0])
+
+
+@pytest.mark.parametrize("order", ["other", "same"])
+def test_inputs_of_one_forward_are_in_one_order(order):
+    training = _Training(model=_Pairs())
+
+    def loop(model, x, t, r):
+        places = torch.randperm(len(x))
+        return model(x[places] if order == "same" else x, r[places]).mean()
+
+    with pytest.raises(SampleMixingError, match="another order") if order == "other" else nullcontext():
+        training.step(loop)
+    assert training.optimizer.releases == (0 if order == "other" else 3)
 
 
 @pytest.mark.parametrize("name", [*WEIGHED, *sorted(FOLLOW.keys() - {"one number for one"})])
@@ -276,15 +309,16 @@ def test_logits_of_many_classes_are_looked_at_in_a_few_samples(monkeypatch):
 
 def test_a_loop_meets_the_numbers_that_it_meets_without():
     def numbers(*, recorded):
-        training, drawn = _Training(), []
+        training, drawn, own = _Training(), [], torch.Generator().manual_seed(0)
         training.optimizer.clipper._evidence.loop.is_on = recorded
 
         def loop(model, x, t, r):
             drawn.append(torch.rand(3))
-            return losses_of(functional.dropout(model(x + torch.randn_like(x)), 0.3), t).mean()
+            inputs = x + torch.randn_like(x) + torch.empty_like(x).normal_(generator=own)
+            return losses_of(functional.dropout(model(inputs), 0.3), t).mean()
 
         training.step(loop)
-        return torch.stack([*drawn, torch.rand(3)])
+        return torch.stack([*drawn, torch.rand(3), torch.rand(3, generator=own)])
 
     assert torch.equal(numbers(recorded=True), numbers(recorded=False))
 

@@ -1014,7 +1014,7 @@ def override_that_weighs(folder: Path) -> None:
     refused(lambda world: _causal(world, kind=Own))
 
 
-@row(ROWS, **_HOST, outcome="refused", note="rows changed when others were replaced")
+@row(ROWS, **_HOST, outcome="refused", note="one sample's rows changed when others were replaced")
 def override_that_mixes(folder: Path) -> None:
     """compute_loss overridden, with embeddings of the records that are mixed (mixup)."""
     from ghostclip.integrations.transformers import DPTrainer
