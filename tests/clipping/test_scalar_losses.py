@@ -307,11 +307,6 @@ REFUSALS = {
     "product": (_rows, lambda o, b: _ce(o, b) * o.square().mean(), "'mul'"),
     "mean_and_sum": (_rows, lambda o, b: _ce(o, b) + _ce(o, b, reduction="sum"), "averaged .* another is summed"),
     "part": (_rows, lambda o, b: _ce(o[:2], {"y": b["y"][:2]}), "part of it was left out"),
-    "own_counts": (
-        _tokens,
-        lambda o, b: torch.stack([each.sum() / max(1, n) for n, each in enumerate(_each(o, b))]).mean(),
-        r"torch.stack\(sums\) / torch.tensor\(counts\)",
-    ),
     "dropped": (_rows, lambda o, b: _each(o, b)[1:].mean(), "part of it was left out"),
     # Provable by nobody who sees the graph only.
     "scaled_by_tensor": (_rows, lambda o, b: _ce(o, b) * torch.tensor(65536.0), "GradScaler"),
