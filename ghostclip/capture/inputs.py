@@ -25,8 +25,10 @@ Shape letters: N ids, B bags (samples), K ids of the longest bag.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -242,7 +244,6 @@ def _are_offsets(leaf: Tensor, count: int) -> bool:
 _PICKS = {
     torch.Tensor.__getitem__, torch.index_select, torch.Tensor.index_select, torch.flip, torch.Tensor.flip, torch.roll,
     torch.Tensor.roll, torch.repeat_interleave, torch.Tensor.repeat_interleave, torch.Tensor.flipud, torch.flipud,
-    torch.take_along_dim, torch.Tensor.take_along_dim,
 }  # fmt: skip
 # They return pieces of a tensor; the place of the axis among their arguments.
 _PIECES = {
@@ -250,11 +251,15 @@ _PIECES = {
     torch.Tensor.tensor_split: 2, torch.split_with_sizes: 2, torch.Tensor.split_with_sizes: 2, torch.narrow: 1,
     torch.Tensor.narrow: 1, torch.unbind: 1, torch.Tensor.unbind: 1,
 }  # fmt: skip
+# They pick entries by a tensor of as many axes.
+_GATHERS = {
+    torch.gather, torch.Tensor.gather, torch.take_along_dim, torch.Tensor.take_along_dim, torch.masked_select,
+    torch.Tensor.masked_select,
+}  # fmt: skip
 # They change the order of rows by what is in them.
-_SORTS = {
-    torch.sort, torch.Tensor.sort, torch.topk, torch.Tensor.topk, torch.gather, torch.Tensor.gather, torch.msort,
-    torch.Tensor.msort, torch.unique, torch.Tensor.unique, torch.masked_select, torch.Tensor.masked_select,
-    torch.scatter, torch.Tensor.scatter, torch.unique_consecutive, torch.Tensor.unique_consecutive,
+_SORTS = _GATHERS | {
+    torch.sort, torch.Tensor.sort, torch.topk, torch.Tensor.topk, torch.msort, torch.Tensor.msort, torch.unique,
+    torch.Tensor.unique, torch.scatter, torch.Tensor.scatter, torch.unique_consecutive, torch.Tensor.unique_consecutive,
 }  # fmt: skip
 # They pick rows by a tensor; the place of the index among their arguments.
 _INDEXED = {
@@ -533,7 +538,8 @@ class RowTracker(TorchFunctionMode):
         if func in _PICKS:
             self._track_pick(func, args, kwargs, outputs)
         elif func in _SORTS:
-            if self._order_before(base) is not None and outputs[0].is_floating_point() == base.is_floating_point():
+            moved = self._order_before(base) is not None or (func in _GATHERS and self._may_be_folded(base))
+            if moved and outputs[0].is_floating_point() == base.is_floating_point():
                 self._rows[outputs[0]] = UNKNOWN_ORDER
         elif func in _FOLDS:
             return self._track_fold(base, outputs[0])
@@ -749,7 +755,7 @@ def _picked(
     if func is torch.Tensor.__getitem__:
         return _indexed(rows, args[1], axis)
     named = func.__name__
-    if named in ("flipud", "take_along_dim"):
+    if named == "flipud":
         return UNKNOWN_ORDER
     if named in ("flip", "roll"):
         positional = args[1:] if named == "flip" else args[2:3]
@@ -816,10 +822,10 @@ def _axes_of(item: Any) -> int:
 
 
 def _chooses(arguments: Sequence[Any]) -> bool:
-    """Return whether data chooses single rows: by a mask or by their numbers, be it behind a new axis."""
-    if arguments and isinstance(arguments[0], tuple) and arguments[0][:1] == (None,):
-        return _chooses(arguments[0][1:])
-    return any(isinstance(item, Tensor) and item.dim() == 1 for item in arguments[:2])
+    """Return whether data chooses single rows: by a mask or by their numbers, be it beside other parts of an index."""
+    items = [item for one in arguments[:2] for item in (one if isinstance(one, tuple) else (one,))]
+    tables = [item for item in items if isinstance(item, (Tensor, list, np.ndarray)) and np.ndim(item)]
+    return any(prod(np.shape(item)[1:]) == 1 or getattr(item, "dtype", None) is torch.bool for item in tables)
 
 
 def _scatters(index: Any, value: Any) -> bool:

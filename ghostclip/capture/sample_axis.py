@@ -352,10 +352,8 @@ def _selected(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
 
 def _cut(rows: SampleAxis, node: Any, number: int) -> SampleAxis:
     """Carry rows through a slice or split of an axis."""
-    shape = _torch.shape_of(node, number)
-    if _axes([_torch.saved(node, "dim")], len(shape))[0] != rows.axis:
-        return rows
-    name = _name_of(node)
+    # Along another axis it is a piece of all of them.
+    name, shape = _name_of(node), _torch.shape_of(node, number)
     if name == "SliceBackward0":
         start, step = _torch.signed(_torch.saved(node, "start")), _torch.signed(_torch.saved(node, "step"))
         return rows.cut(start + rows.size if start < 0 else start, shape[rows.axis], step)

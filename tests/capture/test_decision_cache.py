@@ -68,6 +68,14 @@ def test_exchanged_parameters_are_seen(strategy):
     _check(clipper, model, torch.randint(11, (5, 6)))
 
 
+def test_other_options_are_decided_on_anew():
+    model = nn.Conv1d(2, 3, 3).double()
+    with GhostClipper(model, max_grad_norm=0.1) as clipper:
+        for stride in (1, 1, 2, 1, 2):
+            model.stride = (stride,)
+            _check(clipper, model, torch.randn(4, 2, 9, dtype=torch.float64))
+
+
 class _Changes(nn.Module):
     """Does something else with its rows, once switched on."""
 

@@ -248,3 +248,50 @@ def test_a_model_that_is_asked_about_again_is_looked_at_to_the_end():
     tracker.renew()
     assert not missed(2)
     assert [missed(2), missed(3)] == [False, True]
+
+
+PICKS = {
+    "mask": lambda flat, rows, number: flat[rows],
+    "numbers": lambda flat, rows, number: flat[number],
+    "in a list": lambda flat, rows, number: flat[number.tolist()],
+    "in an array": lambda flat, rows, number: flat[number.numpy()],
+    "in a tuple": lambda flat, rows, number: flat[number, ...],
+    "beside columns": lambda flat, rows, number: flat[number[:, None], torch.arange(5)],
+    "behind an axis": lambda flat, rows, number: flat[None, number].flatten(0, 1),
+    "index_select": lambda flat, rows, number: flat.index_select(0, number),
+    "gather": lambda flat, rows, number: flat.gather(0, number[:, None].expand(-1, 5)),
+    "take_along_dim": lambda flat, rows, number: torch.take_along_dim(flat, number[:, None].expand(-1, 5), 0),
+    "masked_select": lambda flat, rows, number: flat.masked_select(rows[:, None]).view(-1, 5),
+}
+
+
+class _Positions(nn.Linear):
+    """A layer on the positions that are positive, of inputs folded in memory of their own."""
+
+    def __init__(self, way):
+        super().__init__(5, 3)
+        self.way = way
+
+    def forward(self, x):
+        flat = (x * 2).flatten(0, 1).clone()
+        rows = flat[:, 0] > 0
+        number = rows.nonzero().squeeze(-1)
+        picked = super().forward(PICKS[self.way](flat, rows, number)).sin()
+        return torch.zeros(len(x), 3, dtype=x.dtype).index_add(0, number // x.shape[1], picked)
+
+
+@pytest.mark.parametrize("way", PICKS)
+def test_selected_positions_are_not_taken_for_as_many_of_each_sample(way):
+    """In the first step they are."""
+    torch.manual_seed(0)
+    model, x = _Positions(way).double(), torch.randn(2, 3, 5, dtype=torch.float64)
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5) as clipper:
+        for signs in ([[-1, 1, 1], [1, 1, -1]], [[1, -1, -1], [1, 1, 1]]):
+            x[:, :, 0] = x[:, :, 0].abs() * torch.tensor(signs)
+            try:
+                clipper.backward(_losses(model, {"x": x}))
+            except (BatchAxisError, SampleMixingError):
+                return
+            torch.testing.assert_close(clipper.per_sample_norms, _norms(copy.deepcopy(model), x), rtol=1e-6, atol=0)
+            clipper.reset()
+            model.zero_grad()

@@ -224,6 +224,21 @@ def test_a_way_is_known_again(name):
     assert _are_equal(followed.rows, sample_axis_at((again.grad_fn, again.output_nr)))
 
 
+def test_another_way_is_not_taken_for_one_that_is_known():
+    """Of values of one shape: whoever asks knows the shape."""
+    torch.manual_seed(0)
+    values = [
+        OPERATIONS[name](_value(), torch.randn(*SIZES, dtype=F64)) for name in OPERATIONS if not _is_by_data(name)
+    ]
+    ways = [(value, Followed((value.grad_fn, value.output_nr))) for value in values]
+    for value, way in ways:
+        for other, rows in ((other, own.rows) for other, own in ways if other.shape == value.shape):
+            assert not way.matches((other.grad_fn, other.output_nr)) or _are_equal(way.rows, rows)
+    x, c = _value(), torch.randn(*SIZES, dtype=F64)
+    beside_a_constant, beside_others = x + c, x + x.flip(1)
+    assert not Followed((beside_a_constant.grad_fn, 0)).matches((beside_others.grad_fn, 0))
+
+
 def test_layers_between_those_that_are_trained_are_passed_once():
     """The rows of each adapter's input come from the adapter before, not from the beginning of the model."""
     known = list[Followed]()
