@@ -537,7 +537,7 @@ class RowTracker(TorchFunctionMode):
         """Store the samples of rows that a call picks, sorts, folds or splits; False where it does neither."""
         if func in _PICKS:
             self._track_pick(func, args, kwargs, outputs)
-        elif func in _SORTS:
+        elif func in _SORTS or func in _WRITES:
             moved = self._order_before(base) is not None or (func in _GATHERS and self._may_be_folded(base))
             if moved and outputs[0].is_floating_point() == base.is_floating_point():
                 self._rows[outputs[0]] = UNKNOWN_ORDER

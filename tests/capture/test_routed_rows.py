@@ -295,3 +295,50 @@ def test_selected_positions_are_not_taken_for_as_many_of_each_sample(way):
             torch.testing.assert_close(clipper.per_sample_norms, _norms(copy.deepcopy(model), x), rtol=1e-6, atol=0)
             clipper.reset()
             model.zero_grad()
+
+
+# Of a layer, inputs and an order: rows in that order meet the layer.
+REORDERED = {
+    "index": lambda layer, x, order: layer(x[order]),
+    "product": lambda layer, x, order: layer(nn.functional.one_hot(order, len(x)).to(x) @ x),
+    "einsum": lambda layer, x, order: layer(torch.einsum("ij,jk->ik", nn.functional.one_hot(order, len(x)).to(x), x)),
+    "stack": lambda layer, x, order: layer(torch.stack([x[row] for row in order.tolist()])),
+    "written": lambda layer, x, order: layer(_written(x, order)),
+    "written by a list": lambda layer, x, order: layer(_written(x, order.tolist())),
+    "index_copy": lambda layer, x, order: layer(torch.zeros_like(x).index_copy(0, order, x)),
+    "index_put": lambda layer, x, order: layer(torch.zeros_like(x).index_put((order,), x)),
+    "index_add in place": lambda layer, x, order: layer(torch.zeros_like(x).index_add_(0, order, x)),
+    "scatter": lambda layer, x, order: layer(torch.zeros_like(x).scatter(0, order[:, None].expand_as(x), x)),
+}
+
+
+def _written(x, index):
+    rows = torch.zeros_like(x)
+    rows[index] = x
+    return rows
+
+
+class _Later(nn.Module):
+    """Brings samples together from some step on, in no graph and by no function that was not called before."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.first, self.second, self.way, self.order = nn.Linear(5, 3), nn.Linear(5, 3), way, None
+
+    def forward(self, x):
+        order = torch.arange(len(x)) if self.order is None or len(x) != len(self.order) else self.order
+        return self.first(x).cos() + self.way(self.second, x, order).sin()
+
+
+@pytest.mark.parametrize("way", REORDERED.values(), ids=REORDERED)
+def test_rows_outside_of_the_graph_that_move_in_a_later_step_are_refused(way):
+    torch.manual_seed(0)
+    model = _Later(way)
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5) as clipper:
+        for _ in range(9):
+            clipper.backward(_losses(model, {"x": torch.randn(4, 5)}))
+            clipper.reset()
+            model.zero_grad()
+        model.order = torch.tensor([1, 0, 3, 2])
+        with pytest.raises((BatchAxisError, SampleMixingError)):
+            clipper.backward(_losses(model, {"x": torch.randn(4, 5)}))
