@@ -23,16 +23,14 @@ import torch
 from opt_einsum import contract_path
 from torch import Tensor
 
-from ghostclip import _torch, _tree
+from ghostclip import _torch
 from ghostclip.capture.call_sites import (
     CONSTANT,
     FIRST,
     MAX_ATTEMPTS,
-    UNKNOWN,
     CallSite,
     OperationForm,
     Visits,
-    compared,
     counted_as,
     key_of,
 )
@@ -252,7 +250,7 @@ def _consuming(
         return PerSampleCopies(operation, sample_axes), orders
     if bound is not None:
         targets, captured = bound
-        known = _axis_of_rows(operation, captured, layout, forward)
+        known = layout.axis(captured.rows)
         sizes = tuple(captured.rows.shape[: captured.num_batch_dims])
         maps, order = row_maps(captured.rows, sizes, known, forward)
         orders.append(order)
@@ -288,9 +286,7 @@ def _apply_rule(operation: Operation, forward: ForwardContext) -> tuple[dict[str
         raise type(error)(f"{location}: {error}") from None
 
 
-def _rule_result(
-    operation: Operation, in_place_of: Mapping[int, Tensor] | None = None
-) -> tuple[dict[str, TrackedTensor], Captured] | None:
+def _rule_result(operation: Operation) -> tuple[dict[str, TrackedTensor], Captured] | None:
     """Apply the operation's rule: return its tracked arguments by name and what the rule captured; None without one."""
     entry = rule_for(operation.name)
     if entry is None or any(tracked.origin.value.is_complex() for tracked in operation.tracked):
@@ -301,37 +297,8 @@ def _rule_result(
     targets = {key: value for key, value in arguments.items() if isinstance(value, TrackedTensor)}
     if len(targets) != len(operation.tracked):
         return None
-    values = plain(arguments)
-    if in_place_of is not None:
-        values = _tree.mapped(lambda item: in_place_of.get(id(item), item), arguments)
-    captured = rule(Call(operation.name, values, frozenset(targets)))
+    captured = rule(Call(operation.name, plain(arguments), frozenset(targets)))
     return None if captured is None else (targets, captured)
-
-
-def _axis_of_rows(operation: Operation, captured: Captured, layout: ArgumentLayout, forward: ForwardContext) -> int:
-    """Return the axis of a rule's rows that has samples, `CONSTANT` or `UNKNOWN`."""
-    # Rows that the rule has transposed are asked for once more, of tensors with the shapes for another number of
-    # samples.
-    known = layout.axis(captured.rows)
-    if known != UNKNOWN or not layout.resized or any(tensor is captured.rows for tensor in operation.plain):
-        return known
-    pairs = zip(_tree.tensors((operation.args, operation.kwargs)), layout.resized, strict=True)
-    empty = {id(tensor): _of_shape(tensor, shape) for tensor, shape in pairs}
-    try:
-        more = _rule_result(operation, empty)
-    except (RuntimeError, ValueError, IndexError, GhostClipError):
-        return UNKNOWN
-    if more is None:
-        return UNKNOWN
-    axes = compared((tuple(captured.rows.shape),), (tuple(more[1].rows.shape),), forward.batch_size, layout.size)
-    return UNKNOWN if axes is None else axes[0]
-
-
-def _of_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return zeros of another shape, in the dtype of a tensor, without memory."""
-    with _torch.subclasses_off():
-        value = tensor.origin.value if isinstance(tensor, TrackedTensor) else tensor.detach()
-        return value.new_zeros(()).expand(shape)
 
 
 def _broadcast(

@@ -121,25 +121,18 @@ def sample_axis_at(edge: _Edge, walk: Walk | None = None) -> SampleAxis | None:
     """Return where samples lie in an output of a node; `LOST` where the order is unknown, None where nothing is."""
     walk = walk or Walk()
     way: list[tuple[_Step, Any, int]] = []
-    others: list[tuple[_Edge, int, Any, int]] = []
     while walk.left > 0:
         walk.left -= 1
         rows, step, edges = _rows_or_parents(*edge, walk)
         if rows is not None:
             return _follow_back(rows, way, notes=walk.is_far) if way else rows
         if len(edges) > 1 and step is None:
-            # Parents that are asked where the first one knows nothing.
-            others += [(other, len(way), *edge) for other in edges[1:]]
             step = partial(_joined_with, edges[0])
-        if edges:
-            if step is not _same:
-                way.append((step or partial(_through_operation, edges[0]), *edge))
-            edge = edges[0]
-        elif others:
-            edge, length, node, number = others.pop()
-            way[length:] = [(partial(_joined_with, edge), node, number)]
-        else:
+        if not edges:
             break
+        if step is not _same:
+            way.append((step or partial(_through_operation, edges[0]), *edge))
+        edge = edges[0]
     return None
 
 
