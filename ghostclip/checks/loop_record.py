@@ -60,6 +60,10 @@ _SUMS: Final = 4
 _LARGE: Final = 1 << 16
 _BACKWARDS: Final = frozenset({Tensor.backward, torch.autograd.backward})
 _GRADIENTS: Final = frozenset({torch.autograd.grad, Tensor.grad.__get__})  # type: ignore[union-attr]
+# What hands on records as they are, some of them or on another device.
+_HANDS_ON: Final = frozenset(
+    {"__getitem__", "chunk", "split", "tensor_split", "narrow", "to", "cuda", "clone", "detach"}
+)
 _BETWEEN_RANKS: Final = re.compile("torch.distributed|c10d")
 # Running statistics are written to without being counted.
 _IN_PLACE: Final = re.compile("(.*[^_]_)|__(setitem|i[a-z]+)__|(batch|instance)_norm")
@@ -170,13 +174,26 @@ class LoopRecord(TorchFunctionMode):
         result = func(*args, **kwargs)
         writes, made = by_name or _torch.versions(taken) != versions, _made(result)
         takes = frozenset(int(leaf) for leaf in _tree.leaves(arguments) if type(leaf) is _At)
-        if takes and (made or writes):
+        if not writes and self._hands_on(func, args, made):
+            # A loop that goes through a batch in parts has the records of one in what the model is called with.
+            self.given |= {self.number_of(one): _Given(one, _torch.version(one), is_drawn=True) for one in made}
+        elif takes and (made or writes):
             makes, kind = [self.number_of(value) for value in made], _device_of(made)
             cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
             self.calls.append(_Call(func, arguments, takes, makes, graded, (kind, cast), writes))
             self._outside.update(() if graded else makes)
         self._is_open = self._last < _MOST
         return result
+
+    def _hands_on(self, func: Any, args: Sequence[Any], made: Sequence[Any]) -> bool:
+        """Return whether what is made holds records of a batch that was handed out, in their places."""
+        name, source, plan = getattr(func, "__name__", ""), *(*args, None, None)[:2]
+        if name not in _HANDS_ON or not isinstance(source, Tensor) or not self.knows(source) or not source.dim():
+            return False
+        given, parts = self.given.get(self.number_of(source)), [one for one in made if one is not source]
+        is_part = name != "__getitem__" or isinstance(plan, slice)
+        is_drawn = given is not None and given.is_drawn and given.tensor is source
+        return is_drawn and is_part and bool(parts) and all(one.shape[1:] == source.shape[1:] for one in parts)
 
     def _noted(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -400,8 +400,10 @@ class Hooks(BookKeeping):
 
     def add_sums(self, sums: GradientStore, weights: "ClipWeights", scale: float) -> None:
         """Leave the per-sample gradients to the user and add the clipped sums."""
+        # An empty batch has none: the sample that stands in for it is nobody's.
+        end = 0 if any(forward.is_dummy for forward in self.forwards) else None
         for name, (factor,) in self.factors.items():
-            grad_BP = factor.materialize()
+            grad_BP = factor.materialize()[:end]
             sums.store_sample_gradients(name, grad_BP if scale == 1 else grad_BP * scale)
         super().add_sums(sums, weights, scale)
 

@@ -300,6 +300,30 @@ def test_samples_by_themselves_are_not(name):
         assert not _torch.active_modes()
 
 
+IN_PARTS = {
+    "sliced": lambda x: (x[: BATCH // 2], x[BATCH // 2 :]),
+    "in chunks": lambda x: x.chunk(2),
+    "copied, and split": lambda x: x.clone().split(BATCH // 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*backward passes")
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_a_batch_that_a_loop_goes_through_in_parts_is_looked_at_in_parts(name):
+    def step(training, loop):
+        for x, t, _ in training.loader:
+            training.optimizer.zero_grad()
+            for part in zip(*map(IN_PARTS[name], (x, t)), strict=True):
+                (loop(training.model, *part).mean() / 2).backward()
+            training.optimizer.step()
+
+    step(_Training(), lambda m, x, t: losses_of(m(x), t))
+    with pytest.raises(SampleMixingError, match="one sample's rows changed"):
+        step(_Training(), lambda m, x, t: losses_of(m(0.7 * x + 0.3 * x.flip(0)), t))
+    with pytest.raises(LossReductionError, match="half of the samples were replaced"):
+        step(_Training(), lambda m, x, t: losses_of(m(x), t) * (1 / t.bincount(minlength=C))[t])
+
+
 def test_logits_of_many_classes_are_looked_at_in_a_few_samples(monkeypatch):
     monkeypatch.setattr("ghostclip.checks.loop_record._LARGE", 8)
     _Training().step(lambda m, x, t, r: losses_of(m(x), t).mean())

@@ -48,6 +48,15 @@ def test_physical_batches_make_up_the_clipped_sum(reduction):
     assert not any(part.any() for part in exact.release(parameters, std=0.0))
 
 
+def test_an_empty_batch_has_no_samples_and_releases_nothing():
+    model, clipper = setting()
+    exact = ExactRelease(clipper, ExactNoise())
+    backward(model, torch.randn(0, 5), torch.randint(3, (0,)), "mean")
+    assert [p.grad_sample.shape for p in model.parameters()] == [(0, *p.shape) for p in model.parameters()]
+    exact.collect()
+    assert not any(part.any() for part in exact.release(clipper.trainable_parameters(), std=0.0))
+
+
 def test_noise_follows_the_bound_and_the_relation():
     for relation, factor in (("zero_out", 1), ("replace_one", 2)):
         _model, clipper = setting(relation=relation)
