@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from ghostclip.errors import InvalidOptionError
 from tests.integrations.table import Row, row
-from tests.integrations.trainings import DELTA, STEPS, exact, refused
+from tests.integrations.trainings import DELTA, MIXED, STEPS, exact, refused
 from tests.loops.lights import quiet_trainer
 from tests.loops.loop import Loop
 from tests.loops.models import cross_entropy, dropping, functional, mlp
@@ -146,7 +146,7 @@ for _what, _how in _MIXING.items():
         refused(partial(_fit, hooks={"training_step": _mixing(*how)}, half=False))
 
     _step_that_mixes.__doc__ = f"training_step with {_what}."
-    row(ROWS, **_HOST, outcome="refused", note="another gradient than the losses of its two halves")(_step_that_mixes)
+    row(ROWS, **_HOST, outcome="refused", note=MIXED)(_step_that_mixes)
 
 
 @row(ROWS, **_HOST, outcome="refused", note="followed by .*on_after_batch_transfer.*depends on the record beside it")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ghostclip
 from ghostclip.losses import token_losses
 from tests.integrations.table import Row, row
-from tests.integrations.trainings import arguments_of, exact, own_losses, refused, releases_of, run, silent
+from tests.integrations.trainings import MIXED, arguments_of, exact, own_losses, refused, releases_of, run, silent
 from tests.loops.hugging import padded, quiet
 from tests.loops.models import gpt2, lm_means, lm_records, shared
 from tests.loops.world import CLASSES, VOCABULARY, World
@@ -347,7 +347,7 @@ def _mixed(part: Any) -> Any:
     return {**part, "inputs_embeds": 0.7 * part["inputs_embeds"] + 0.3 * part["inputs_embeds"].flip(0)}
 
 
-@row(ROWS, **_HOST, outcome="refused", note="rows changed when others were replaced")
+@row(ROWS, **_HOST, outcome="refused", note=MIXED)
 def training_step_that_mixes(folder: Path) -> None:
     """Mixup in a training_step of one's own that calls super()."""
     refused(partial(_own_step, mix=_mixed, ours=True))
@@ -1014,7 +1014,7 @@ def override_that_weighs(folder: Path) -> None:
     refused(lambda world: _causal(world, kind=Own))
 
 
-@row(ROWS, **_HOST, outcome="refused", note="one sample's rows changed when others were replaced")
+@row(ROWS, **_HOST, outcome="refused", note=MIXED)
 def override_that_mixes(folder: Path) -> None:
     """compute_loss overridden, with embeddings of the records that are mixed (mixup)."""
     from ghostclip.integrations.transformers import DPTrainer

@@ -22,6 +22,9 @@ from tests.loops.world import BATCH, RECORDS, World
 STEPS = 3
 DELTA = 1e-3
 
+# Mixed inputs are told where a loop is run again, each time by chance, or by the losses of two halves.
+MIXED = "one sample's rows changed when others were replaced|another gradient than the losses of its two halves"
+
 
 def exact(train: Callable[[World], None], *, clips: tuple[float, ...] = (0.5,), **options: Any) -> None:
     """Assert that a training is exact: sums, leave-one-out, noise, account, and ε by another library.
