@@ -406,7 +406,7 @@ class CaptureContext:
                 left = self._end(ModuleCall(module, args, kwargs), captured, failed=failed)
             finally:
                 self._let_compile()
-            if self._prover is not None and self._prover.records and not failed:
+            if self._prover is not None and self._prover.records and not (failed or _torch.in_backward()):
                 outputs = outputs_of(captured if left is None else left)
                 self._prover.record_outputs([leaf for leaf in outputs if leaf.requires_grad])
         return captured if left is None and captured is not output else left

@@ -137,7 +137,8 @@ def test_rows_that_cannot_be_found_again_are_refused_or_said_to_be_unchecked(for
     try:
         model(_data(size))
     except (SampleMixingError, BatchAxisError):
-        assert not beside, "rows beside them tell of the samples"
+        # Which are the largest of all follows the company, wherever they lie.
+        assert not beside or form == "the largest of all", "rows beside them tell of the samples"
     else:
         assert "rows of an output cannot be told apart in another batch" in str(clipper.unchecked)
 
