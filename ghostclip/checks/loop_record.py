@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -154,12 +155,11 @@ class LoopRecord(TorchFunctionMode):
             return func(*args, **kwargs)
         # What exchanges something with other ranks must not run again, nor what comes after it.
         ends = func in _BACKWARDS or _BETWEEN_RANKS.search(f"{getattr(func, '__module__', '')} {func}") is not None
-        if ends or func in _GRADIENTS:
-            self._is_open = not ends
-            result = func(*args, **kwargs)
-            if not ends:
-                self._give_gradients(args[-1], result)
-            return result
+        if ends:
+            self._is_open = False
+            return func(*args, **kwargs)
+        if func in _GRADIENTS:
+            return self._take_gradients(args[-1], func(*args, **kwargs))
         by_name = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", "")))
         try:
             # Before it runs: it may change either.
@@ -187,13 +187,12 @@ class LoopRecord(TorchFunctionMode):
 
     def _hands_on(self, func: Any, args: Sequence[Any], made: Sequence[Any]) -> bool:
         """Return whether what is made holds records of a batch that was handed out, in their places."""
-        name, source, plan = getattr(func, "__name__", ""), *(*args, None, None)[:2]
-        if name not in _HANDS_ON or not isinstance(source, Tensor) or not self.knows(source) or not source.dim():
+        name, (source, index, *_) = getattr(func, "__name__", ""), (*args, None, None)
+        if name not in _HANDS_ON or not (isinstance(source, Tensor) and self.knows(source) and self._is_given(source)):
             return False
-        given, parts = self.given.get(self.number_of(source)), [one for one in made if one is not source]
-        is_part = name != "__getitem__" or isinstance(plan, slice)
-        is_drawn = given is not None and given.is_drawn and given.tensor is source
-        return is_drawn and is_part and bool(parts) and all(one.shape[1:] == source.shape[1:] for one in parts)
+        is_part = name != "__getitem__" or isinstance(index, slice)
+        is_drawn = self.given[self.number_of(source)].is_drawn
+        return is_part and is_drawn and all(one.shape[1:] == source.shape[1:] for one in made)
 
     def _noted(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -216,12 +215,12 @@ class LoopRecord(TorchFunctionMode):
         is_drawn = (loop := self._loop()) is not None and loop.is_drawn(tensor)
         self.given[self.number_of(tensor)] = _Given(tensor, _torch.version(tensor), is_drawn)
 
-    def _give_gradients(self, inputs: Any, grads: Any) -> None:
-        """Take in gradients, which are of a batch unless they are those of parameters."""
-        grads = grads if isinstance(grads, tuple) else (grads,)
-        for one, grad in zip(_tree.leaves(inputs), grads, strict=False):
+    def _take_gradients(self, inputs: Any, grads: Any) -> Any:
+        """Take in gradients, which are of a batch unless they are those of parameters; return them."""
+        for one, grad in zip(_tree.leaves(inputs), grads if isinstance(grads, tuple) else (grads,), strict=False):
             if isinstance(grad, Tensor) and not isinstance(one, torch.nn.Parameter):
                 self.given[self.number_of(grad)] = _Given(grad, _torch.version(grad), is_drawn=True)
+        return grads
 
     def _copy(self, tensor: Tensor) -> None:
         """Copy what came from elsewhere before it, or a view of it, is written to."""
@@ -293,6 +292,14 @@ def _may_be_whole(given: _Given) -> bool:
 def _as_it_is(leaf: Any) -> Any:
     """Return an argument; of a generator a copy, which draws what it would."""
     return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
+
+
+def _samples_first(one: Tensor, other: Tensor, axis: int | None) -> tuple[Tensor, Tensor] | None:
+    """Return two values with samples in front, whole numbers as floating-point ones; None for what has no samples."""
+    if axis is None:
+        return None
+    pair = one.movedim(axis, 0), other.movedim(axis, 0)
+    return pair if one.is_floating_point() else (pair[0].double(), pair[1].double())
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -401,12 +408,8 @@ class LoopReplay:
             except Exception:  # noqa: BLE001 - it may take no values of that size, or no fewer classes
                 continue
             ran = self.has_run = True
-            values = [
-                (pair if pair[0].is_floating_point() else (pair[0].double(), pair[1].double()), axis)
-                for axis, *pair in zip(self._compared, self._base, now, strict=True)
-                if axis is not None
-            ]
-            yield rest, [(one.movedim(axis, 0), other.movedim(axis, 0)) for (one, other), axis in values]
+            pairs = starmap(_samples_first, zip(self._base, now, self._compared, strict=True))
+            yield rest, [pair for pair in pairs if pair is not None]
 
     def _run(self, samples: Sequence[int], whole: Sequence[int], loud: Sequence[int] = ()) -> list[Tensor]:
         """Return what comes out for some samples, each in a place, and the gradients of what is in the graph."""
