@@ -201,6 +201,8 @@ class GhostClipper:
         """
         with nullcontext() if self._sharded is None else self._sharded.backward(), self._capture.watching_backward():
             self._backward(loss)
+        if self._evidence.loop.may_keep:
+            self._evidence.loop.follow()
 
     def _backward(self, loss: Tensor) -> None:
         loss = plain_losses(loss)
@@ -595,7 +597,8 @@ class GhostClipper:
                 kept until the sums are forgotten.
         """
         self._capture.note_inputs = notes
-        self._evidence.loop.is_drawn, notes.on_batch = notes.is_drawn, self._evidence.loop.take_batch
+        loop = self._evidence.loop
+        loop.is_drawn, notes.on_batch, notes.on_end = notes.is_drawn, loop.take_batch, loop.rest
 
     def note_padding(self, padded: Sequence[Padded]) -> None:
         """Let forwards be proved of the axes along which batches are padded to their longest record.
@@ -762,7 +765,7 @@ class GhostClipper:
     def rest(self) -> None:
         """See to it that the model has the parameters that an optimizer holds, not what was gathered from them."""
         if LoopRecord.entered:
-            self._evidence.loop.end_record()
+            self._evidence.loop.step()
         if self._sharded is not None:
             self._sharded.rest()
 

@@ -68,6 +68,7 @@ class InputNotes(Protocol):
     """Whoever notes the inputs of forwards that take in samples."""
 
     on_batch: Callable[[], object] | None  # called as a batch is handed out
+    on_end: Callable[[], object] | None  # called when whoever takes batches takes no more
 
     def note(self, tensors: Sequence[Tensor], rows: int) -> Any:
         """Return a note on the tensors that a forward takes in, with the number of its samples."""

@@ -7,6 +7,9 @@ hands out, or from the forward on, to the backward. It is run again with half of
 others, in batch and outputs: the model's inputs of the other samples may not change, nor may their losses and the
 gradients that their outputs receive.
 
+What a loop keeps of the batch, a queue, a running mean, a centre, is followed until the next one comes: what it would
+be with one other record may move one sample of that one at most, which may be the same record.
+
 What leaves torch on the way is a constant here: NumPy, what Python computes with a number that was read, what torch
 cannot see. So is what has as many rows as there are samples, is not known to be of the batch, and without which nothing
 changes.
@@ -16,11 +19,11 @@ Shape letter: B samples.
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import starmap
+from itertools import compress, starmap
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -30,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _torch, _tree
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.hooks import suspend_compiler
-from ghostclip.checks.batches import Batch, louder, unnoticed
+from ghostclip.checks.batches import Batch, Randomness, louder, unnoticed
 from ghostclip.checks.dependence import batch_axis_of, of_samples
 from ghostclip.checks.independence import TOLERANCE
 from ghostclip.checks.unchecked import LOOP, Unchecked
@@ -42,6 +45,13 @@ _REFUSED: Final = (
     "samples by what is in the batch, or counts over it. Without one sample all others' gradients would change, and no "
     "clipping bounds that. Compute each sample's loss from its own output and target, with weights that are public "
     "constants."
+)
+_KEPT: Final = (
+    "the loss, or an input of the model, follows what the loop kept of an earlier batch: with one other record in that "
+    "one, several samples of this one have other gradients (a queue of outputs, a running mean or deviation, a centre, "
+    "prototypes, a threshold that follows the losses). Without that record all of them would change, and no clipping "
+    "bounds that. Compute it from the model's parameters, from public constants, or for each sample from what was kept "
+    "of itself."
 )
 _MIXED_INPUTS: Final = (
     "an input of the model was computed from the batch, and one sample's rows changed when others were replaced: they "
@@ -55,10 +65,13 @@ _MOST: Final = 4096
 _AHEAD: Final = 4
 # So many samples are replaced one at a time where a loop does not run with half of them.
 _ALONE: Final = 8
+# So many times as far from what it is as with another record, what is kept is looked at.
+_FAR: Final = 64
 # Sums by which a row is known again.
 _SUMS: Final = 4
 # Of larger tensors (logits of a language model) as many samples are looked at as have so many elements.
 _LARGE: Final = 1 << 16
+_LARGEST: Final = 1 << 22  # where a loop writes rows of all samples to what it keeps
 _BACKWARDS: Final = frozenset({Tensor.backward, torch.autograd.backward})
 _GRADIENTS: Final = frozenset({torch.autograd.grad, Tensor.grad.__get__})  # type: ignore[union-attr]
 # What hands on records as they are, some of them or on another device.
@@ -93,6 +106,65 @@ class _Given(NamedTuple):
     tensor: Tensor  # or a copy from before it was written to
     version: int
     is_drawn: bool  # whether it is known to be of a batch
+    other: Tensor | None  # what it would be with another record in an earlier batch, if it is known to be of one
+
+
+class Kept:
+    """What a loop keeps of a batch, and what it would be if one record of that batch were another."""
+
+    def __init__(self) -> None:
+        self._others: dict[int, tuple[Callable[[], Any], Any]] = {}  # by the `id` of a value: itself, and its other one
+
+    def __bool__(self) -> bool:
+        """Return whether anything is known."""
+        return bool(self._others)
+
+    def put(self, value: Any, other: Any) -> None:
+        """Note what a tensor, or a float that was read of one, would be."""
+        if isinstance(value, Tensor):
+            if isinstance(other, Tensor) and other.shape == value.shape:
+                self._others[id(value)] = weakref.ref(value), other.detach()
+        elif type(other) is float:
+            self._others[id(value)] = lambda: value, other
+
+    def other_of(self, value: Any) -> Any:
+        """Return what a value would be; None where it is no other, as far as it is known."""
+        itself, other = self._others.get(id(value), (None, None))
+        return other if itself is not None and itself() is value else None
+
+    def follow(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a function, and on what its arguments would be as well; return its result."""
+        tensors = _tree.tensors((args, kwargs))
+        if all(self.other_of(leaf) is None for leaf in _tree.leaves((args, kwargs))) or _ends(func):
+            return func(*args, **kwargs)
+        randomness, made = Randomness(tensors, only_torch=True), []
+        try:
+            if _IN_PLACE.fullmatch(getattr(func, "__name__", "")) and isinstance(args[0], Tensor):
+                self._copy(args[0])
+            others = _tree.mapped(self._other, (args, kwargs))
+            with torch.no_grad():
+                made = _made(func(*others[0], **others[1]))
+        except Exception:  # noqa: BLE001 - it is the user's code
+            made = []
+        randomness.restore()
+        result = func(*args, **kwargs)
+        for value, other in zip(_made(result), made, strict=False):
+            self.put(value, other)
+        return result
+
+    def _copy(self, tensor: Tensor) -> None:
+        """Note a copy of what is about to be written to."""
+        base = _torch.base_of(tensor)
+        if self.other_of(tensor) is None:
+            if base is not None:
+                self._copy(base)
+                offset = tensor.storage_offset() - base.storage_offset()
+                other = self.other_of(base).as_strided(tensor.shape, tensor.stride(), offset)
+            self.put(tensor, tensor.detach().clone() if base is None else other)
+
+    def _other(self, leaf: Any) -> Any:
+        other = self.other_of(leaf)
+        return _as_it_is(leaf) if other is None else other
 
 
 class LoopRecord(TorchFunctionMode):
@@ -114,18 +186,18 @@ class LoopRecord(TorchFunctionMode):
         self._is_open, self._last = False, 0
         self._stopped: Any = None  # the compiler
 
-    def begin(self, outputs: Sequence[Tensor] = ()) -> None:
-        """Record from now on; ``outputs``: of a forward that has ended."""
+    def begin(self, outputs: Sequence[Tensor] = (), *, only_kept: bool = False) -> None:
+        """Record from now on, or follow only what is kept; ``outputs``: of a forward that has ended."""
         # Not where another mode may end before this one, which it would take for itself. Compiled functions run eagerly
         # meanwhile, so that what they do is seen, and none is compiled for this mode.
         self.end()
         if not _torch.modes_may_end():
             for output in outputs:
                 self._give(output)
-            LoopRecord.open = self
+            LoopRecord.open = None if only_kept else self
             self.entered.append(self)
             # No frame goes on being compiled: the one that calls may have ended by then.
-            self._is_open, self._stopped = True, suspend_compiler() and (None,)
+            self._is_open, self._stopped = not only_kept, suspend_compiler() and (None,)
             _torch.begin_mode(self)
 
     @classmethod
@@ -152,12 +224,15 @@ class LoopRecord(TorchFunctionMode):
             # Torch's own, which looks it up again: what was taken from torch before is no other here.
             func = getattr(func, "__wrapped__", func)
         if not self._is_open:
-            return func(*args, **kwargs)
+            loop = self._loop()
+            return loop.kept.follow(func, args, kwargs) if loop and loop.kept else func(*args, **kwargs)
         # What exchanges something with other ranks must not run again, nor what comes after it.
-        ends = func in _BACKWARDS or _BETWEEN_RANKS.search(f"{getattr(func, '__module__', '')} {func}") is not None
-        if ends:
+        if _ends(func):
             self._is_open = False
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if (loop := self._loop()) is not None:
+                loop.keep()
+            return result
         if func in _GRADIENTS:
             return self._take_gradients(args[-1], func(*args, **kwargs))
         by_name = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", "")))
@@ -176,7 +251,7 @@ class LoopRecord(TorchFunctionMode):
         takes = frozenset(int(leaf) for leaf in _tree.leaves(arguments) if type(leaf) is _At)
         if not writes and self._hands_on(func, args, made):
             # A loop that goes through a batch in parts has the records of one in what the model is called with.
-            self.given |= {self.number_of(one): _Given(one, _torch.version(one), is_drawn=True) for one in made}
+            self.given |= {self.number_of(one): _Given(one, _torch.version(one), True, None) for one in made}
         elif takes and (made or writes):
             makes, kind = [self.number_of(value) for value in made], _device_of(made)
             cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
@@ -191,7 +266,8 @@ class LoopRecord(TorchFunctionMode):
         if name not in _HANDS_ON or not (isinstance(source, Tensor) and self.knows(source) and self._is_given(source)):
             return False
         is_part = name != "__getitem__" or isinstance(index, slice)
-        is_drawn = self.given[self.number_of(source)].is_drawn
+        given = self.given[self.number_of(source)]
+        is_drawn = given.is_drawn and given.other is None
         return is_part and is_drawn and all(one.shape[1:] == source.shape[1:] for one in made)
 
     def _noted(self, leaf: Any) -> Any:
@@ -213,13 +289,14 @@ class LoopRecord(TorchFunctionMode):
 
     def _give(self, tensor: Tensor) -> None:
         is_drawn = (loop := self._loop()) is not None and loop.is_drawn(tensor)
-        self.given[self.number_of(tensor)] = _Given(tensor, _torch.version(tensor), is_drawn)
+        other = None if loop is None else loop.kept.other_of(tensor)
+        self.given[self.number_of(tensor)] = _Given(tensor, _torch.version(tensor), is_drawn, other)
 
     def _take_gradients(self, inputs: Any, grads: Any) -> Any:
         """Take in gradients, which are of a batch unless they are those of parameters; return them."""
         for one, grad in zip(_tree.leaves(inputs), grads if isinstance(grads, tuple) else (grads,), strict=False):
             if isinstance(grad, Tensor) and not isinstance(one, torch.nn.Parameter):
-                self.given[self.number_of(grad)] = _Given(grad, _torch.version(grad), is_drawn=True)
+                self.given[self.number_of(grad)] = _Given(grad, _torch.version(grad), True, None)
         return grads
 
     def _copy(self, tensor: Tensor) -> None:
@@ -240,16 +317,26 @@ class LoopRecord(TorchFunctionMode):
             self._numbers[id(value)] = weakref.ref(value) if isinstance(value, Tensor) else lambda: value, self._last
         return self._numbers[id(value)][1]
 
-    def replay(self, roots: Sequence[Any], batch: Batch) -> "LoopReplay | None":
+    def replay(self, roots: Sequence[Any] | None, batch: Batch) -> "LoopReplay | None":
         """Return what some tensors were computed by, to be computed again; None where it is not known of all."""
+        # `roots`: None for all that was computed.
+        if roots is None:
+            return self._replay(self.calls, {}, batch)
         if not roots or not all(isinstance(root, Tensor) and self.knows(root) and not root.is_meta for root in roots):
             return None
         values = {**{self.number_of(root): root for root in roots}, **self.put}
-        calls = self._needed(set(values))
+        return self._replay(self._needed(set(values)), values, batch)
+
+    def _replay(self, calls: Sequence[_Call], values: Mapping[int, Tensor], batch: Batch) -> "LoopReplay | None":
         try:
-            return LoopReplay(self, calls, values, batch) if calls else None
+            replay = LoopReplay(self, calls, values, batch)
         except Exception:  # noqa: BLE001 - of tensors that have no values
             return None
+        return replay if calls or replay.has_others else None
+
+    def known(self) -> dict[int, Callable[[], Any]]:
+        """Return what returns each value, None once it is gone, by its number."""
+        return {number: value for value, number in self._numbers.values()}
 
     def made(self, tensor: Tensor) -> bool:
         """Return whether a tensor was computed, or written to, by what was recorded."""
@@ -270,6 +357,11 @@ class LoopRecord(TorchFunctionMode):
                 needed.append(call)
                 numbers |= call.takes
         return needed[::-1]
+
+
+def _ends(func: Any) -> bool:
+    """Return whether a function ends a record: a backward, or what exchanges something with other ranks."""
+    return func in _BACKWARDS or _BETWEEN_RANKS.search(f"{getattr(func, '__module__', '')} {func}") is not None
 
 
 def _made(result: Any) -> list[Any]:
@@ -311,11 +403,12 @@ class LoopReplay:
     """What was recorded, to be computed with other samples."""
 
     def __init__(self, record: LoopRecord, calls: Sequence[_Call], values: Mapping[int, Tensor], batch: Batch) -> None:
+        # `values`: what is asked about, by number; nothing if all that the loop keeps is.
         axis_of = partial(batch_axis_of, batch_size=batch.size, axis=batch.axis)
         roots = list(values.values())
         self._calls, self._numbers, self._roots = calls, list(values), roots
         used = frozenset(values).union(*(call.takes for call in calls))
-        noted = {number: one for number, one in record.given.items() if number in used}
+        noted = {number: one for number, one in record.given.items() if number in used or not values}
         self._tensors = {number: one.tensor for number, one in noted.items()}
         self._is_stale = any(_torch.version(one.tensor) != one.version for one in noted.values())
         # Of what has samples, the axis: parameters have none.
@@ -323,15 +416,19 @@ class LoopReplay:
         self._axes = {number: axis for number, axis in axes.items() if axis is not None}
         self._ends = [n for n, tensor in self._tensors.items() if tensor.requires_grad and not tensor.is_leaf]
         self._compared = [*map(axis_of, roots), *(axes[number] for number in self._ends)]
+        self._others = {number: one.other for number, one in noted.items() if one.other is not None}
         self._whole = [number for number in self._axes if _may_be_whole(noted[number])]
         dtypes = {*(tensor.dtype for tensor in (*self._tensors.values(), *roots)), *(call.cast[1] for call in calls)}
         self._tolerance = max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=0.0)
         elements = sum(self._tensors[number].numel() for number in self._axes)
-        few = max(2, min(batch.size, batch.size * _LARGE // max(elements, 1)))
+        most = _LARGE if values else _LARGEST
+        few = max(2, min(batch.size, batch.size * most // max(elements, 1)))
         self._batch, self._is_whole = replace(batch, size=few), few == batch.size
         if not self._is_whole:
             # The others are let go of.
             self._tensors |= {n: of_samples(self._tensors[n], range(few), axis) for n, axis in self._axes.items()}
+        self._tensors = {number: tensor.detach() for number, tensor in self._tensors.items()}
+        self._known = {} if values else record.known()
         self._base: list[Tensor] = []
         self.has_run = False  # whether it ran with other samples
 
@@ -411,31 +508,88 @@ class LoopReplay:
             pairs = starmap(_samples_first, zip(self._base, now, self._compared, strict=True))
             yield rest, [pair for pair in pairs if pair is not None]
 
-    def _run(self, samples: Sequence[int], whole: Sequence[int], loud: Sequence[int] = ()) -> list[Tensor]:
+    @property
+    def has_others(self) -> bool:
+        """Whether anything is known to be of an earlier batch."""
+        return bool(self._others)
+
+    def follows_kept(self) -> bool:
+        """Return whether several samples follow what was kept of an earlier batch, as far as it is known."""
+        # One of them may be the record that was another one there.
+        return self.has_others and self._look(lambda whole: self._changed(whole) > 1)
+
+    def _changed(self, whole: Sequence[int]) -> int:
+        """Return how many samples' values or gradients are others with what was kept of an earlier batch."""
+        now, changed = self._run(range(self._batch.size), whole, others=True), torch.zeros(self._batch.size)
+        # Of what is in the graph the gradients count, not the value.
+        counts = [*(not root.requires_grad for root in self._roots), *(True for _ in self._ends)]
+        for one, other, axis in compress(zip(self._base, now, self._compared, strict=True), counts):
+            least = self._tolerance * _largest(one.double().nan_to_num())
+            moved = one.isfinite() & ~((one.double() - other.double()).abs() <= least)
+            changed += (moved.any() if axis is None else moved.movedim(axis, 0).flatten(1).any(1)).cpu()
+        self.has_run = True
+        return int(changed.count_nonzero())
+
+    def kept(self) -> Kept:
+        """Return which values a loop keeps, and what they would be with another record in one place."""
+        kept = Kept()
+        with unnoticed(self._tensors.values()) as self._before:
+            base = self._values(range(self._batch.size), self._whole)
+            now = self._values(self._batch.copies([0]), self._whole)
+        alive = {number for number, read in self._known.items() if read() is not None}
+        self.has_run = alive <= base.keys() & now.keys()
+        for number in alive & base.keys() & now.keys():
+            one, other = base[number], now[number]
+            # Subclasses of tensors have functions of their own.
+            with suppress(Exception):
+                is_tensor = isinstance(one, Tensor)
+                if not (torch.equal(one, other) if is_tensor else one == other):
+                    # So far that it is on the other side of what it is held against.
+                    goes_on = not is_tensor or (one.is_floating_point() and one.shape == other.shape)
+                    kept.put(self._known[number](), one + _FAR * (other - one) if goes_on else other)
+        return kept
+
+    def _run(
+        self, samples: Sequence[int], whole: Sequence[int], loud: Sequence[int] = (), *, others: bool = False
+    ) -> list[Tensor]:
         """Return what comes out for some samples, each in a place, and the gradients of what is in the graph."""
-        # `loud`: places where what is in the graph has larger values.
-        self._before.restore()
-        axes = {number: axis for number, axis in self._axes.items() if number not in whole}
-        given = {n: of_samples(t, samples, axes[n]) if n in axes else t for n, t in self._tensors.items()}
-        for number in axes.keys() & set(self._ends):
-            given[number] = louder(given[number], loud, axes[number], seed=self._batch.seed) if loud else given[number]
-        given = {number: tensor.detach().requires_grad_(number in self._ends) for number, tensor in given.items()}
         with torch.enable_grad():
-            written = any(call.writes for call in self._calls)
-            values = {number: tensor.clone() for number, tensor in given.items()} if written else dict(given)
-            for call in self._calls:
-                args, kwargs = _tree.mapped(
-                    lambda leaf: values[leaf] if type(leaf) is _At else _as_it_is(leaf), call.arguments
-                )
-                kind, cast = call.cast
-                with torch.set_grad_enabled(call.graded), torch.autocast(kind, dtype=cast, enabled=cast is not None):
-                    made = _made(call.func(*args, **kwargs))
-                values.update(zip(call.makes, made, strict=True))
+            values = self._values(samples, whole, loud, others=others)
             roots = [values[number] for number in self._numbers if number in values]
-            leaves = [given[number] for number in self._ends]
+            leaves = [values[~number] for number in self._ends]
             totals = [root.sum() for root in roots if root.requires_grad]
             grads = torch.autograd.grad(totals, leaves, allow_unused=True, materialize_grads=True) if totals else leaves
         return [*(root.detach() for root in roots), *grads]
+
+    def _values(
+        self, samples: Sequence[int], whole: Sequence[int] = (), loud: Sequence[int] = (), *, others: bool = False
+    ) -> dict[int, Any]:
+        """Return all values for some samples, each in a place, by number; what is in the graph by its complement."""
+        # `loud`: places where what is in the graph has larger values; `others`: with what another record would have
+        # left in an earlier batch.
+        self._before.restore()
+        axes = {number: axis for number, axis in self._axes.items() if number not in whole}
+        tensors = {**self._tensors, **self._others} if others else self._tensors
+        given = {n: of_samples(t, samples, axes[n]) if n in axes else t for n, t in tensors.items()}
+        for number in axes.keys() & set(self._ends):
+            given[number] = louder(given[number], loud, axes[number], seed=self._batch.seed) if loud else given[number]
+        given = {number: tensor.detach().requires_grad_(number in self._ends) for number, tensor in given.items()}
+        written = any(call.writes for call in self._calls)
+        values = {number: tensor.clone() for number, tensor in given.items()} if written else dict(given)
+        with torch.enable_grad():
+            for call in self._calls:
+                # Not all that a loop calls leads to what it keeps.
+                with suppress(Exception) if self._known else nullcontext():
+                    values.update(_called_again(call, values))
+        return {**values, **{~number: given[number] for number in self._ends}}
+
+
+def _called_again(call: _Call, values: Mapping[int, Any]) -> Iterable[tuple[int, Any]]:
+    """Return what a call makes of other values, by number."""
+    args, kwargs = _tree.mapped(lambda leaf: values[leaf] if type(leaf) is _At else _as_it_is(leaf), call.arguments)
+    kind, cast = call.cast
+    with torch.set_grad_enabled(call.graded), torch.autocast(kind, dtype=cast, enabled=cast is not None):
+        return zip(call.makes, _made(call.func(*args, **kwargs)), strict=True)
 
 
 def _abandon(records: Sequence[LoopRecord]) -> None:
@@ -453,6 +607,9 @@ class Loop:
         self.is_on = is_on
         self._unchecked = unchecked
         self.record: LoopRecord | None = None  # from before the forward that runs
+        self.kept = Kept()  # of the batch before
+        self.may_keep = False  # whether there is any, or nobody has looked yet
+        self._latest_batch: LoopReplay | None = None  # what was done with it, until somebody looks
         self._ahead = 0  # batches that were handed out since a record began, until a forward
         self._latest: list[LoopRecord] = []
         weakref.finalize(self, _abandon, self._latest).atexit = False
@@ -460,13 +617,15 @@ class Loop:
     def take_batch(self) -> None:
         """Record what is done with a batch that is handed out, if the next forward is one to ask about."""
         self._is_in_order = True
+        if self.may_keep:
+            self.keep()
         if LoopRecord.open in self._latest and 0 < self._ahead < _AHEAD:
             # Whoever fetches batches ahead has moved, or changed, the one that the next forward is of.
             self._ahead += 1
             return
         if LoopRecord.entered:
             self.end_record()
-        if self.is_on and self._unchecked.is_due:
+        if self.is_on and (self._unchecked.is_due or self.kept):
             self._begin(LoopRecord(self))
             self._ahead = 1
 
@@ -475,10 +634,12 @@ class Loop:
         record, self.record, self._ahead = self.record, None, 0
         if self.is_on and self._is_in_order:
             self._begin(record or LoopRecord(self), outputs)
+        else:
+            self.kept, self.may_keep = Kept(), False
 
-    def _begin(self, record: LoopRecord, outputs: Sequence[Tensor] = ()) -> None:
+    def _begin(self, record: LoopRecord, outputs: Sequence[Tensor] = (), *, only_kept: bool = False) -> None:
         self._latest[:] = [record]
-        record.begin(outputs)
+        record.begin(outputs, only_kept=only_kept)
 
     def _batch_of(self, forward: ForwardContext) -> Batch:
         return Batch(None, forward.batch_size, forward.batch_axis, seed=self._unchecked.forwards)
@@ -488,19 +649,50 @@ class Loop:
         self.record, self._ahead = None, 0
         return LoopRecord.end()
 
+    def keep(self) -> None:
+        """Look at what the loop keeps of a batch of which the backward has ended."""
+        replay, self._latest_batch = self._latest_batch, None
+        if replay is not None:
+            self.kept = replay.kept()
+            self.may_keep = bool(self.kept)
+            self._report(replay)
+
+    def follow(self) -> None:
+        """Follow what the loop keeps of a batch, after a backward that torch did not call."""
+        self.keep()
+        if self.kept and not LoopRecord.entered:
+            self._begin(LoopRecord(self), only_kept=True)
+
+    def rest(self) -> None:
+        """Follow no longer what is kept: whoever takes batches takes no more."""
+        if LoopRecord.open is None and LoopRecord.entered:
+            self.end_record()
+
+    def step(self) -> None:
+        """Record no more, but of what is kept."""
+        if LoopRecord.open is not None or not self.kept:
+            self.end_record()
+
     def look_at_inputs(self, inputs: Sequence[Tensor], forward: ForwardContext) -> None:
         """Refuse inputs that were computed of a batch, where samples follow each other."""
-        record = self.end_record()
+        record = self.end_record() or (LoopRecord(self) if self.kept else None)
         if record is None or not self.is_on or forward.batch_size < 2:
             return
         self.record = record
         # Others look at what is in the graph.
-        made = [tensor for tensor in inputs if not tensor.requires_grad and record.made(tensor)]
-        given = [tensor for tensor in inputs if made and self.is_drawn(tensor) and record.take(tensor)]
-        replay = record.replay([*made, *given], self._batch_of(forward))
+        made = [
+            tensor
+            for tensor in inputs
+            if not tensor.requires_grad
+            and (record.made(tensor) or (self.kept.other_of(tensor) is not None and record.take(tensor)))
+        ]
+        given = [tensor for tensor in inputs if self.is_drawn(tensor) and record.take(tensor)]
+        replay = record.replay([*made, *given] if made else (), self._batch_of(forward))
         fate = "" if replay is None else replay.fate()
         if fate == "mixed":
             raise SampleMixingError(_MIXED_INPUTS)
+        if replay is not None and replay.follows_kept():
+            raise SampleMixingError(_KEPT)
         self._report(replay)
         # In other places nothing says which outputs go with which targets.
         self._is_in_order = not fate
@@ -510,12 +702,19 @@ class Loop:
         """Yield while a loss is examined; then refuse one that was computed with samples following each other."""
         # What others see says better where. A record holds outputs that nobody else may: it is let go of before.
         record, batch = self.end_record(), self._batch_of(forward)
-        replay = None if record is None or forward.losses or batch.size < 2 else record.replay(roots, batch)
+        kept, self.kept, is_known = self.kept, Kept(), bool(forward.losses)
+        replay = None
+        if record is not None and batch.size > 1:
+            replay = record.replay(roots, batch) if kept or not is_known else None
+            self._latest_batch = None if kept else record.replay(None, batch)
+        self.may_keep = self._latest_batch is not None
         if record is not None:
             record.clear()
         yield
-        if replay is not None and replay.mixes():
+        if replay is not None and not is_known and replay.mixes():
             raise LossReductionError(_REFUSED)
+        if replay is not None and replay.follows_kept():
+            raise LossReductionError(_KEPT)
         self._report(replay)
 
     def _report(self, replay: LoopReplay | None) -> None:

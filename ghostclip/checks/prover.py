@@ -244,7 +244,7 @@ class Evidence:
         if not self._splits_sequences:
             refuse_split_positions(capture.model)
         forward = capture.forward
-        if LoopRecord.open is not None:
+        if LoopRecord.open is not None or self.loop.may_keep:
             self.loop.look_at_inputs(inputs, forward)
         records = forward.batch_size if self.records_of is None else self.records_of(forward.batch_size)
         forward.proves = records > 1

@@ -482,11 +482,14 @@ class TakenAsItIs:
             if getattr(self, "persistent_workers", False) and not hasattr(self, "_keeps"):
                 # Where the garbage collector takes both at once, the queues go before workers are told by them to end.
                 self._keeps = weakref.finalize(self, id, batches)
-            for batch in noting_each(batches):
-                if self.stop_when is not None and self.stop_when():
-                    return
-                sampler.mark_delivered()
-                yield self.on_device(batch, sampler.draws)
+            try:
+                for batch in noting_each(batches):
+                    if self.stop_when is not None and self.stop_when():
+                        return
+                    sampler.mark_delivered()
+                    yield self.on_device(batch, sampler.draws)
+            finally:
+                sampler.draws.stop()
 
     def on_device(self, batch: Any, draws: DrawLog | None) -> Any:
         """Put a batch on the loader's device, and record it in a draw log.

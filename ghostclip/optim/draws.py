@@ -236,7 +236,9 @@ class DrawLog:
     def __init__(self, *, once_a_pass: bool = False) -> None:
         # whether a private optimizer uses the draws, so that unused ones are what is left to train on
         self.claimed = False
-        self.on_batch: Callable[[], object] | None = None  # called as a batch is handed out
+        # called as a batch is handed out, and when whoever takes them takes no more
+        self.on_batch: Callable[[], object] | None = None
+        self.on_end: Callable[[], object] | None = None
         self.axis = 0  # of the rows of a batch's tensors
         # releases whose inputs were known to be of their draws, and those of which rows were counted alone
         self.known = self.counted = 0
@@ -257,7 +259,7 @@ class DrawLog:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: nobody is told of its batches."""
-        return {**vars(self), "on_batch": None}
+        return {**vars(self), "on_batch": None, "on_end": None}
 
     def begin_pass(self) -> None:
         """Note that a pass over the data begins; unused draws of an abandoned one are forgotten."""
@@ -295,6 +297,11 @@ class DrawLog:
             self._handed_out.note(tensors, self._draws[self._delivered - 1].number)
             if self.on_batch is not None:
                 self.on_batch()
+
+    def stop(self) -> None:
+        """Note that whoever takes batches of a pass takes no more."""
+        if self.on_end is not None:
+            self.on_end()
 
     def is_drawn(self, tensor: Tensor) -> bool:
         """Return whether a tensor was handed out with a draw."""

@@ -184,14 +184,17 @@ def _on_device(run):
 class _Training:
     """A private training whose batches are BATCH records, in an order of its own."""
 
-    def __init__(self, seed=0, first=nn.Identity, features=4, model=None):
+    def __init__(self, seed=0, first=nn.Identity, features=4, model=None, numbered=False, criterion=None):
         torch.manual_seed(seed)
-        data = TensorDataset(torch.randn(3 * BATCH, 4), torch.arange(3 * BATCH) % C, torch.randn(3 * BATCH))
+        columns = torch.randn(3 * BATCH, 4), torch.arange(3 * BATCH) % C, torch.randn(3 * BATCH)
+        data = TensorDataset(*columns, *([torch.arange(3 * BATCH)] if numbered else []))
         model = model or nn.Sequential(first(), nn.Linear(features, 6), nn.ReLU(), nn.Linear(6, C))
-        self.model, self.optimizer, self.loader = ghostclip.PrivacyEngine().make_private(
+        given = {} if criterion is None else {"criterion": criterion}
+        self.model, self.optimizer, *criteria, self.loader = ghostclip.PrivacyEngine().make_private(
             module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, BATCH),
-            noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False,
+            noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False, **given,
         )  # fmt: skip
+        self.criterion = next(iter(criteria), None)
 
     def step(self, loop):
         """Run a loop's steps over the data."""
@@ -322,6 +325,190 @@ def test_a_batch_that_a_loop_goes_through_in_parts_is_looked_at_in_parts(name):
         step(_Training(), lambda m, x, t: losses_of(m(0.7 * x + 0.3 * x.flip(0)), t))
     with pytest.raises(LossReductionError, match="half of the samples were replaced"):
         step(_Training(), lambda m, x, t: losses_of(m(x), t) * (1 / t.bincount(minlength=C))[t])
+
+
+class _Keeps:
+    """A loop that keeps something of a batch for the steps after it; ``after``: what it does after a step."""
+
+    def __init__(self, size=()):
+        self.kept, self.after = torch.full(size, 0.5), lambda: None
+
+    def mean(self, values):
+        """Move what is kept towards a mean, and return what it was."""
+        before = self.kept
+        self.kept = 0.5 * before + 0.5 * values.detach().mean(0)
+        return before
+
+    def later(self, do):
+        self.after = do
+
+
+def _with_queue(loop, output, after):
+    rows = output.detach() + 0.1 * torch.randn_like(output)
+    logits = torch.cat([(output * rows).sum(1, keepdim=True), output @ loop.kept.clone().T], 1)
+
+    def enqueue():
+        loop.kept[(BATCH * 5 + torch.arange(len(rows))) % len(loop.kept)] = rows
+
+    loop.later(enqueue) if after else enqueue()
+    return functional.cross_entropy(logits, torch.zeros(len(rows), dtype=torch.long))
+
+
+class _Centre(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(C))
+
+    def forward(self, output):
+        target = (output.detach() - self.mean).softmax(1)
+        self.mean.mul_(0.5).add_(0.5 * output.detach().mean(0))
+        return -(target * output.log_softmax(1)).sum(1).mean()
+
+
+_CENTRE = _Centre()
+
+
+def _to_prototypes(loop, output, t):
+    losses = (output - loop.kept[t]).square().sum(1)
+    for kind in t.unique():
+        loop.kept[kind] = 0.5 * loop.kept[kind] + 0.5 * output.detach()[t == kind].mean(0)
+    return losses.mean()
+
+
+def _with_last_inputs(loop, m, x, t):
+    mean, last = loop.kept[:3].mean(), x
+    loop.later(lambda: setattr(loop, "kept", last))
+    return losses_of(m(x - mean), t).mean()
+
+
+def _to_last_outputs(loop, m, x, t, number):
+    output, before = m(x), loop.kept[number].clone()
+    loop.kept[number] = output.detach()
+    return (losses_of(output, t) + (output - before).square().sum(1)).mean()
+
+
+def _with_teacher(loop, m, x, t):
+    weight = next(iter(m.parameters()))
+    loop.later(lambda: setattr(loop, "kept", loop.kept.mean() + weight.detach().mean()))
+    return losses_of(m(x) + loop.kept.mean(), t).mean()
+
+
+# By what a loop keeps: the shape of it, and what is done with a model, inputs, classes, numbers and places of records.
+KEPT = {
+    "a queue": ((6 * BATCH, C), lambda k, m, x, t, r, i: _with_queue(k, m(x), after=False)),
+    "a queue, filled after the step": ((6 * BATCH, C), lambda k, m, x, t, r, i: _with_queue(k, m(x), after=True)),
+    "a threshold": ((), lambda k, m, x, t, r, i: (e := losses_of(m(x), t), e * (e.detach() > k.mean(e)))[1].mean()),
+    "a centre": ((C,), lambda k, m, x, t, r, i: functional.mse_loss(o := m(x), (o.detach() - k.mean(o)).softmax(1))),
+    "a centre in a module": ((), lambda k, m, x, t, r, i: _CENTRE(m(x))),
+    "a mean of inputs": ((4,), lambda k, m, x, t, r, i: losses_of(m(x - k.mean(x)), t).mean()),
+    "a mean of targets": ((), lambda k, m, x, t, r, i: (m(x)[:, 0] - r + k.mean(r)).square().mean()),
+    "prototypes": ((C, C), lambda k, m, x, t, r, i: _to_prototypes(k, m(x), t)),
+    "a deviation": (
+        (C,),
+        lambda k, m, x, t, r, i: (o := m(x), losses_of(o / k.mean(o.square()).sqrt().detach(), t))[1].mean(),
+    ),
+    "the last inputs": ((1, 1), lambda k, m, x, t, r, i: _with_last_inputs(k, m, x, t)),
+}
+KEPT_OF_ITSELF = {
+    "each record's last output": ((3 * BATCH, C), lambda k, m, x, t, r, i: _to_last_outputs(k, m, x, t, i)),
+    "a mean of parameters": ((), lambda k, m, x, t, r, i: _with_teacher(k, m, x, t)),
+    "a table as long as the batch": (
+        (BATCH,),
+        lambda k, m, x, t, r, i: (losses_of(m(x) + k.kept[:C], t), k.kept.sin())[0].mean(),
+    ),
+    "a mean that is shown": ((), lambda k, m, x, t, r, i: (e := losses_of(m(x), t), k.mean(e), e)[2].mean()),
+}
+
+
+def _steps(loop, *, epochs=4):
+    """Run a loop that keeps something; return how many releases there were."""
+    size, compute = loop
+    keeps, training = _Keeps(size), _Training(numbered=True)
+    for _ in range(epochs):
+        for batch in training.loader:
+            training.optimizer.zero_grad()
+            compute(keeps, training.model, *batch).backward()
+            training.optimizer.step()
+            keeps.after()
+    return training.optimizer.releases
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_loop_keeps_of_a_batch_may_not_move_several_samples_of_a_later_one(name):
+    either = r"kept of an earlier batch|one sample's rows changed"
+    with pytest.raises((LossReductionError, SampleMixingError), match=either):
+        _steps(KEPT[name])
+
+
+@pytest.mark.parametrize("name", KEPT_OF_ITSELF)
+def test_what_a_loop_keeps_of_each_record_for_itself_may(name):
+    assert _steps(KEPT_OF_ITSELF[name]) == 12
+    assert not _torch.active_modes()
+
+
+def test_what_a_loop_keeps_of_large_batches_is_looked_at_whole(monkeypatch):
+    monkeypatch.setattr("ghostclip.checks.loop_record._LARGE", 8)
+    with pytest.raises(LossReductionError, match="kept of an earlier batch"):
+        _steps(KEPT["a queue, filled after the step"])
+
+
+class _InContext(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, C)
+
+    def forward(self, x, context):
+        return self.layer(x + context)
+
+
+def test_what_a_loop_keeps_and_hands_to_the_model_is_looked_at():
+    training, context = _Training(model=_InContext()), torch.zeros(4)
+    one, two, _ = training.loader
+    losses_of(training.model(one[0], context), one[1]).mean().backward()
+    context = 0.5 * context + 0.5 * one[0].mean(0)
+    with pytest.raises(SampleMixingError, match="kept of an earlier batch"):
+        training.model(two[0], context)
+
+
+def test_what_a_loop_keeps_is_looked_at_where_the_loss_is_known():
+    training, mean = _Training(criterion=nn.MSELoss()), torch.zeros(())
+    one, two, _ = training.loader
+    training.criterion(training.model(one[0])[:, 0], one[2]).backward()
+    mean = mean + one[2].mean()
+    loss = training.criterion(training.model(two[0])[:, 0], two[2] - mean)
+    with pytest.raises(LossReductionError, match="kept of an earlier batch"):
+        loss.backward()
+
+
+def test_a_loop_that_keeps_something_is_seen_without_a_loader():
+    def steps(clipper, model):
+        centre = torch.zeros(C)
+        for _ in range(2):
+            output = model(torch.randn(BATCH, 4))
+            losses = functional.mse_loss(output, output.detach() - centre, reduction="none").sum(1)
+            centre = 0.5 * centre + 0.5 * output.detach().mean(0)
+            clipper.backward(losses)
+            clipper.reset()
+
+    model = nn.Linear(4, C)
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=1.0)
+    with pytest.raises(LossReductionError, match="kept of an earlier batch"):
+        steps(clipper, model)
+    clipper.remove()
+
+
+def test_what_follows_a_backward_draws_the_numbers_that_it_draws_without():
+    def numbers(*, recorded):
+        training, own, drawn = _Training(), torch.Generator().manual_seed(0), []
+        training.optimizer.clipper._evidence.loop.is_on = recorded
+        for x, t, _ in training.loader:
+            loss = losses_of(training.model(x), t).mean()
+            loss.backward()
+            training.optimizer.step()
+            drawn.append(loss.detach() * 0 + torch.rand_like(loss.detach()) + torch.rand((), generator=own))
+        return torch.stack(drawn)
+
+    assert torch.equal(numbers(recorded=True), numbers(recorded=False))
 
 
 def test_logits_of_many_classes_are_looked_at_in_a_few_samples(monkeypatch):

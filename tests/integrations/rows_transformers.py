@@ -1031,6 +1031,24 @@ def override_that_mixes(folder: Path) -> None:
     refused(lambda world: _causal(world, kind=Own))
 
 
+@row(ROWS, **_HOST, outcome="refused", note="kept of an earlier batch")
+def override_that_keeps(folder: Path) -> None:
+    """compute_loss overridden, with a running mean of the batches' targets."""
+    from ghostclip.integrations.transformers import DPTrainer
+
+    class Own(DPTrainer):
+        mean: Any = 0.0
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            logits = model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0, 0]
+            targets = inputs["input_ids"][:, 0].float()
+            losses = (logits - targets + self.mean).square()
+            self.mean = 0.9 * self.mean + 0.1 * targets.mean()
+            return losses.mean()
+
+    refused(lambda world: _causal(world, kind=Own))
+
+
 @row(ROWS, **_HOST, outcome="refused", note="BatchNorm|batch_norm|normalization|mixes")
 def batch_norm(folder: Path) -> None:
     """ResNet with BatchNorm."""
