@@ -846,9 +846,10 @@ def is_repeatable(operation: Any) -> bool:
 
 
 def arguments_by_name(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an operation of aten is called with, by name: ``OpOverload._schema``."""
-    names = (argument.name for argument in operation._schema.arguments)
-    return dict(zip(names, args, strict=False)) | dict(kwargs)
+    """Return what an operation of aten is called with, by name, defaults among it: ``OpOverload._schema``."""
+    given = operation._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in given if argument.has_default_value()}
+    return defaults | dict(zip((argument.name for argument in given), args, strict=False)) | dict(kwargs)
 
 
 def writes_in_place(graph: Any) -> bool:

@@ -1319,8 +1319,9 @@ def test_norms_of_tensors_of_several_shapes():
 def test_arguments_of_an_operation_have_names():
     x = torch.zeros(2)
     named = _torch.arguments_by_name(torch.ops.aten.uniform_.default, (x, 1.0), {"generator": None})
-    assert named == {"self": x, "from": 1.0, "generator": None}
-    assert _torch.arguments_by_name(torch.ops.aten.rand.default, ([2],), {}) == {"size": [2]}
+    assert named == {"self": x, "from": 1.0, "to": 1.0, "generator": None}
+    assert _torch.arguments_by_name(torch.ops.aten.rand.default, ([2],), {})["size"] == [2]
+    assert _torch.arguments_by_name(torch.ops.aten.bernoulli_.float, (x,), {})["p"] == 0.5
 
 
 def test_operations_that_give_the_same_twice_are_told():

@@ -214,6 +214,7 @@ _BY_KIND: Final[tuple[tuple[Any, Callable[[Any, Any], Iterable[Any]]], ...]] = (
     (_CALLABLES, Reachable._of_callable),
     (type, Reachable._of_class),
     (torch.Generator, lambda found, one: found._of_stream(one.get_state, one.set_state, torch.equal)),
+    (random.SystemRandom, lambda *_: ()),  # it has no state
     (random.Random, lambda found, one: found._of_stream(one.getstate, one.setstate, eq)),
 )
 

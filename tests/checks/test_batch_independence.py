@@ -55,9 +55,12 @@ def _masked(h):
     return h * (order < 2)
 
 
+_SYSTEM = random.SystemRandom()
 DRAWS = {
     "like another": lambda h: h + torch.randn_like(h),
     "in place": lambda h: h * h.new_empty((len(h), 1)).bernoulli_(0.7),
+    # What it is drawn into may hold anything.
+    "in place, by default": lambda h: h * h.new_full((len(h), 1), _SYSTEM.choice((-1.0, 1.0))).bernoulli_(),
     "by size": lambda h: h * torch.rand(len(h), 1),
     "one for all": lambda h: h * torch.rand([]) + torch.randn(1, h.shape[1]),
     "rows of positions": lambda h: (h.reshape(-1, 1) + torch.randn(h.numel(), 1)).view_as(h),
