@@ -124,8 +124,8 @@ def _with_examination(original: Callable[..., None]) -> Callable[..., None]:
         grads = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
         owners = _owners(_listed(roots)) if _waiting else {}
         with ExitStack() as stack:
-            for gathering in [one.gathering for one in owners if one.gathering is not None]:
-                stack.enter_context(gathering.backward())
+            for ranks in [one.gathering for one in owners if one.gathering is not None]:
+                stack.enter_context(ranks.backward())
             _examine(owners, _listed(roots), _listed(grads))
             retained = bool(kwargs.get("retain_graph") or (len(args) > _RETAIN and args[_RETAIN]))
             for forward in chain.from_iterable(owners.values()):

@@ -466,21 +466,21 @@ class _CachedDecision:
 
     def _output(self, func: Callable[..., Any], rows: Tensor, use: ParamUse, form: SavedForm | None) -> Tensor:
         """Run the operation, with the tensors that its backward needs stored for a use."""
-        key, values, keywords = self.rows, self.values, self.keywords
-        if type(key) is int:
+        place, values, keywords = self.rows, self.values, self.keywords
+        if type(place) is int:
             values = values.copy()
-            values[key] = rows
+            values[place] = rows
         else:
-            keywords = {**keywords, key: rows}
+            keywords = {**keywords, place: rows}
         if self.product and _torch.any_autocast():
-            run = partial(_shielded, func, values, keywords)
+            run = partial(_past_overrides, func, values, keywords)
             return run_and_save(use, run, (rows,) if self.saves else (), product=True)
         if self.name == "embedding":
             record_ids(use, rows)
         if self.saves:
             # Before the operation runs, which may change its input in place (then reading it back is an error).
             use.node = save_tensors((rows,), form)
-        return func(*values, **keywords) if self.plain else _shielded(func, values, keywords)
+        return func(*values, **keywords) if self.plain else _past_overrides(func, values, keywords)
 
 
 class DecisionCache:
@@ -569,7 +569,7 @@ _data_forms: dict[_DataForm, _DataForm] = {}
 _DATA: Final = object()
 
 
-def _shielded(func: Callable[..., Any], values: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+def _past_overrides(func: Callable[..., Any], values: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
     """Run an operation past the overrides of its parameters' classes."""
     with _torch.subclasses_off():
         return func(*values, **keywords)

@@ -131,9 +131,9 @@ class ForwardContext:
         return [(site.names, sizes) for site, sizes in self.uses if sizes]
 
     def stands_alone(self, names: Iterable[str], address: int) -> bool:
-        """Return whether a use's parameters, and its input, have no other use in a backward."""
-        # False also where a part runs again, which may bring another use. `address` is 0 where nobody else may read the
-        # input.
+        """Return whether a use's parameters (not tied) and its input (no other layer's) have no other use."""
+        # False also where a part runs again (checkpointing), which may bring another use. `address` is 0 where nobody
+        # else may read the input.
         if self.runs_again:
             return False
         if self._counts.uses != len(self.uses):

@@ -349,7 +349,7 @@ def record_ids(use: ParamUse, ids: Tensor) -> None:
 
 
 def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
-    """Register a use and attach it to its output; ``hook`` hands the output's gradient on."""
+    """Register a use; return its output, no view and behind it the anchor; ``hook`` returns the gradient to go on."""
     anchor = use.forward.around.anchor
     if output.requires_grad:
         output = without_view(output, anchor, anchored=leads_to(rows, anchor))

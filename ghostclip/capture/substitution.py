@@ -316,7 +316,7 @@ class Substitution:
     # -- units ----------------------------------------------------------------------------------------------------
 
     def substitute(self) -> bool:
-        """Substitute the trainable parameters that belong to no unit of `units`."""
+        """Substitute the trainable parameters outside of `units`; refuse a batch norm in training mode."""
         # Returns whether parameters have come in, become trainable, gone or changed places since the forward before.
         substituted, elsewhere = self._substituted.setdefault(self._model, _Unit()), list[int]()
         known = self._snapshot

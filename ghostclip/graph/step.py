@@ -200,7 +200,7 @@ class GraphStep:
     def take_sizes(
         self, sizes: Sequence[int], keys: Sequence[str] = (), branches: tuple[bool, ...] | None = None
     ) -> tuple[int, ...]:
-        """Compile for these sizes from now on, and take graphs of these keys as held against the eager engine.
+        """Compile for these sizes, which `Takeover` chose, from now on; graphs of these keys count as compared.
 
         Args:
             sizes: Physical batch sizes.

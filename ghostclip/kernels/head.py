@@ -92,7 +92,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(samples: int, positions: int, vocabulary: int) -> Tiling:
-    """Choose chunks of about `ROWS` positions and tiles of at most `TILE` logits."""
+    """Split a head: chunks of about `ROWS` positions, and tiles of the vocabulary, of at most `TILE` logits."""
     # Sizes alone decide, so that both passes agree.
     at_once = max(1, min(samples, ROWS // max(1, positions)))
     widest = max(NARROWEST, TILE // max(1, at_once * positions))

@@ -301,7 +301,7 @@ class GroupNormThen(nn.GroupNorm):
 
 @register_module_validator(_BATCH_NORMS)
 def validate_batch_norm(module: _torch.AnyBatchNorm) -> list[UnsupportedModuleError]:
-    """Refuse a batch norm in training mode."""
+    """Return what is wrong with a batch norm in training mode."""
     # In evaluation mode samples do not depend on each other.
     if not module.training:
         return []
