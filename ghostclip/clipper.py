@@ -705,7 +705,7 @@ class GhostClipper:
         return self._store.summed_gradient(parameter)
 
     def without_sum(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters to whose sums nothing contributed; asked by the optimizer that owns the sums.
+        """Return the parameters to whose sums nothing contributed; the optimizer refuses those that nothing can clip.
 
         Args:
             parameters: Some of the trainable parameters.

@@ -130,7 +130,13 @@ class Kept:
     def other_of(self, value: Any) -> Any:
         """Return what a value would be; None where it is no other, as far as it is known."""
         itself, other = self._others.get(id(value), (None, None))
-        return other if itself is not None and itself() is value else None
+        if itself is not None and itself() is value:
+            return other
+        base = _torch.base_of(value) if isinstance(value, Tensor) else None
+        other = None if base is None else self.other_of(base)
+        if base is None or other is None:
+            return None
+        return other.as_strided(value.shape, value.stride(), value.storage_offset() - base.storage_offset())
 
     def follow(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function, and on what its arguments would be as well; return its result."""
@@ -154,13 +160,10 @@ class Kept:
 
     def _copy(self, tensor: Tensor) -> None:
         """Note a copy of what is about to be written to."""
-        base = _torch.base_of(tensor)
         if self.other_of(tensor) is None:
-            if base is not None:
-                self._copy(base)
-                offset = tensor.storage_offset() - base.storage_offset()
-                other = self.other_of(base).as_strided(tensor.shape, tensor.stride(), offset)
-            self.put(tensor, tensor.detach().clone() if base is None else other)
+            base = _torch.base_of(tensor)
+            written = tensor if base is None else base
+            self.put(written, written.detach().clone())
 
     def _other(self, leaf: Any) -> Any:
         other = self.other_of(leaf)
@@ -273,7 +276,7 @@ class LoopRecord(TorchFunctionMode):
     def _noted(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return _At(self.number_of(leaf)) if type(leaf) is float and self.knows(leaf) else _as_it_is(leaf)
-        if leaf.requires_grad and self.knows(leaf) and self.number_of(leaf) in self._outside:
+        if leaf.grad_fn is not None and self.knows(leaf) and self.number_of(leaf) in self._outside:
             # A custom autograd function, of which the inside was seen, has put it into the graph.
             self.put[self.number_of(leaf)] = leaf
             del self._numbers[id(leaf)]
@@ -705,7 +708,7 @@ class Loop:
         kept, self.kept, is_known = self.kept, Kept(), bool(forward.losses)
         replay = None
         if record is not None and batch.size > 1:
-            replay = record.replay(roots, batch) if kept or not is_known else None
+            replay = record.replay(roots, batch)
             self._latest_batch = None if kept else record.replay(None, batch)
         self.may_keep = self._latest_batch is not None
         if record is not None:

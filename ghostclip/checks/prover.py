@@ -180,8 +180,8 @@ class Evidence:
         if not forward.proves:
             return
         self._loss_ways.add(self._loss_depth(root, forward))
-        # What is an output is known where the forward was proved, too. Of a model that returns no rows of samples it
-        # was said that nothing was compared.
+        # A proof of the forward compared its outputs alone, and of values that the loss takes from inside the model
+        # none, which is said; unless nothing at all was compared (it returns no rows of samples): that was said before.
         if not takes_outputs_alone(root) and forward.unproven and not self.unchecked.reason(REPLACED):
             self.unchecked.missed("the loss takes them from inside the model", BESIDE)
             self.unchecked.warn()
@@ -693,7 +693,7 @@ class Evidence:
             self.padding.refuse(capture.model, seen.rerun(capture), batch, forward, self.unchecked)
 
     def _batch(self, capture: CaptureContext, seen: "_ReadForward", outputs: Sequence[Tensor] = ()) -> Batch:
-        """Return the latest forward's inputs and what is known of its outputs, for runs on other batches."""
+        """Return the latest forward's inputs, autocast and what is known of its outputs, for runs on other batches."""
         forward = capture.forward
         known, axes = dict(seen.rows or {}), capture.sites.outputs
         if len(axes) != len(seen.parts):
