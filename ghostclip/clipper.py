@@ -213,9 +213,9 @@ class GhostClipper:
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
         per_sample = loss.dim() == 1
         with self._capture.doubted_if_refused():
-            # First, as it lets go of what was held to be looked at.
-            cut = None if self._reducer is None else self._reduce(self._reducer, loss)
             with nullcontext() if LoopRecord.open is None else self._evidence.loop.looking_at_loss([loss], forward):
+                # First, as it lets go of what was held to be looked at.
+                cut = None if self._reducer is None else self._reduce(self._reducer, loss)
                 if not per_sample:
                     self._examiner.examine(self._capture, [loss], [], [forward])
                 else:

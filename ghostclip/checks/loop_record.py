@@ -20,7 +20,7 @@ Shape letter: B samples.
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import compress, starmap
@@ -67,11 +67,13 @@ _AHEAD: Final = 4
 _ALONE: Final = 8
 # So many times as far from what it is as with another record, what is kept is looked at.
 _FAR: Final = 64
+# Of longer rows so many entries are compared, and sums over all.
+_ENTRIES: Final = 1 << 10
 # Sums by which a row is known again.
 _SUMS: Final = 4
 # Of larger tensors (logits of a language model) as many samples are looked at as have so many elements.
 _LARGE: Final = 1 << 16
-_LARGEST: Final = 1 << 22  # where a loop writes rows of all samples to what it keeps
+_LARGEST: Final = 1 << 17  # where a loop may keep rows of all samples
 _BACKWARDS: Final = frozenset({Tensor.backward, torch.autograd.backward})
 _GRADIENTS: Final = frozenset({torch.autograd.grad, Tensor.grad.__get__})  # type: ignore[union-attr]
 # What hands on records as they are, some of them or on another device.
@@ -123,7 +125,8 @@ class Kept:
         """Note what a tensor, or a float that was read of one, would be."""
         if isinstance(value, Tensor):
             if isinstance(other, Tensor) and other.shape == value.shape:
-                self._others[id(value)] = weakref.ref(value), other.detach()
+                gone = partial(self._others.pop, id(value))
+                self._others[id(value)] = weakref.ref(value, lambda _: gone(None)), other.detach()
         elif type(other) is float:
             self._others[id(value)] = lambda: value, other
 
@@ -232,10 +235,7 @@ class LoopRecord(TorchFunctionMode):
         # What exchanges something with other ranks must not run again, nor what comes after it.
         if _ends(func):
             self._is_open = False
-            result = func(*args, **kwargs)
-            if (loop := self._loop()) is not None:
-                loop.keep()
-            return result
+            return func(*args, **kwargs)
         if func in _GRADIENTS:
             return self._take_gradients(args[-1], func(*args, **kwargs))
         by_name = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", "")))
@@ -389,12 +389,20 @@ def _as_it_is(leaf: Any) -> Any:
     return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
 
 
-def _samples_first(one: Tensor, other: Tensor, axis: int | None) -> tuple[Tensor, Tensor] | None:
-    """Return two values with samples in front, whole numbers as floating-point ones; None for what has no samples."""
+def _brief(value: Tensor, axis: int | None) -> Tensor:
+    """Return a value with samples in front, as numbers; of a long row some entries, its sum and its norm."""
     if axis is None:
-        return None
-    pair = one.movedim(axis, 0), other.movedim(axis, 0)
-    return pair if one.is_floating_point() else (pair[0].double(), pair[1].double())
+        return value
+    rows = value.movedim(axis, 0).reshape(value.shape[axis], -1)
+    rows = rows if rows.is_floating_point() else rows.double()
+    length, wide = rows.shape[1], torch.promote_types(rows.dtype, torch.float32)
+    if length <= _ENTRIES:
+        return rows
+    places = torch.randint(length, (_ENTRIES,), generator=torch.Generator().manual_seed(0)).to(rows.device)
+    sums = [rows.sum(1, dtype=wide), torch.linalg.vector_norm(rows, dim=1, dtype=wide)]
+    # As large as an entry is.
+    brief = (torch.stack(sums, 1) / length**0.5).to(rows.dtype)
+    return torch.cat([rows.index_select(1, places), brief], 1)
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -423,9 +431,9 @@ class LoopReplay:
         self._whole = [number for number in self._axes if _may_be_whole(noted[number])]
         dtypes = {*(tensor.dtype for tensor in (*self._tensors.values(), *roots)), *(call.cast[1] for call in calls)}
         self._tolerance = max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=0.0)
-        elements = sum(self._tensors[number].numel() for number in self._axes)
-        most = _LARGE if values else _LARGEST
-        few = max(2, min(batch.size, batch.size * most // max(elements, 1)))
+        elements = sum(self._tensors[number].numel() for number in self._axes.keys() & used)
+        few = max(2, min(batch.size, batch.size * _LARGE // max(elements, 1)))
+        few = few if values or elements > _LARGEST else batch.size
         self._batch, self._is_whole = replace(batch, size=few), few == batch.size
         if not self._is_whole:
             # The others are let go of.
@@ -463,8 +471,8 @@ class LoopReplay:
         for one, root, axis in zip(self._base, self._roots, self._compared, strict=False):
             # Of fewer samples one loss for all is another one.
             were = root if axis is None or self._is_whole else of_samples(root, range(self._batch.size), axis)
-            is_known = axis is not None or self._is_whole
-            if is_known and not torch.allclose(one, were.detach(), rtol=1e-3, atol=1e-6, equal_nan=True):
+            is_known, were = axis is not None or self._is_whole, _brief(were.detach(), axis)
+            if is_known and not torch.allclose(one, were, rtol=1e-3, atol=1e-6, equal_nan=True):
                 return False
         return self._is_whole or not self._is_stale
 
@@ -508,8 +516,8 @@ class LoopReplay:
             except Exception:  # noqa: BLE001 - it may take no values of that size, or no fewer classes
                 continue
             ran = self.has_run = True
-            pairs = starmap(_samples_first, zip(self._base, now, self._compared, strict=True))
-            yield rest, [pair for pair in pairs if pair is not None]
+            triples = zip(self._base, now, self._compared, strict=True)
+            yield rest, [(one, other) for one, other, axis in triples if axis is not None]
 
     @property
     def has_others(self) -> bool:
@@ -529,26 +537,25 @@ class LoopReplay:
         for one, other, axis in compress(zip(self._base, now, self._compared, strict=True), counts):
             least = self._tolerance * _largest(one.double().nan_to_num())
             moved = one.isfinite() & ~((one.double() - other.double()).abs() <= least)
-            changed += (moved.any() if axis is None else moved.movedim(axis, 0).flatten(1).any(1)).cpu()
+            changed += (moved.any() if axis is None else moved.any(1)).cpu()
         self.has_run = True
         return int(changed.count_nonzero())
 
     def kept(self) -> Kept:
         """Return which values a loop keeps, and what they would be with another record in one place."""
         kept = Kept()
+        alive = {number: _shape_of(value) for number, read in self._known.items() if (value := read()) is not None}
         with unnoticed(self._tensors.values()) as self._before:
-            base = self._values(range(self._batch.size), self._whole)
-            now = self._values(self._batch.copies([0]), self._whole)
-        alive = {number for number, read in self._known.items() if read() is not None}
-        self.has_run = alive <= base.keys() & now.keys()
-        for number in alive & base.keys() & now.keys():
+            base = self._values(range(self._batch.size), self._whole, only=alive)
+            now = self._values(self._batch.copies([0]), self._whole, only=alive)
+        for number in base.keys() & now.keys():
             one, other = base[number], now[number]
             # Subclasses of tensors have functions of their own.
             with suppress(Exception):
                 is_tensor = isinstance(one, Tensor)
                 if not (torch.equal(one, other) if is_tensor else one == other):
                     # So far that it is on the other side of what it is held against.
-                    goes_on = not is_tensor or (one.is_floating_point() and one.shape == other.shape)
+                    goes_on = not is_tensor or one.is_floating_point()
                     kept.put(self._known[number](), one + _FAR * (other - one) if goes_on else other)
         return kept
 
@@ -558,18 +565,24 @@ class LoopReplay:
         """Return what comes out for some samples, each in a place, and the gradients of what is in the graph."""
         with torch.enable_grad():
             values = self._values(samples, whole, loud, others=others)
-            roots = [values[number] for number in self._numbers if number in values]
+            roots = [values[number] for number in self._numbers]
             leaves = [values[~number] for number in self._ends]
             totals = [root.sum() for root in roots if root.requires_grad]
             grads = torch.autograd.grad(totals, leaves, allow_unused=True, materialize_grads=True) if totals else leaves
-        return [*(root.detach() for root in roots), *grads]
+        return list(starmap(_brief, zip([*(root.detach() for root in roots), *grads], self._compared, strict=True)))
 
     def _values(
-        self, samples: Sequence[int], whole: Sequence[int] = (), loud: Sequence[int] = (), *, others: bool = False
+        self,
+        samples: Sequence[int],
+        whole: Sequence[int] = (),
+        loud: Sequence[int] = (),
+        *,
+        others: bool = False,
+        only: Mapping[int, Any] | None = None,
     ) -> dict[int, Any]:
         """Return all values for some samples, each in a place, by number; what is in the graph by its complement."""
         # `loud`: places where what is in the graph has larger values; `others`: with what another record would have
-        # left in an earlier batch.
+        # left in an earlier batch; `only`: those with these shapes, outside of the graph, as far as it can be computed.
         self._before.restore()
         axes = {number: axis for number, axis in self._axes.items() if number not in whole}
         tensors = {**self._tensors, **self._others} if others else self._tensors
@@ -579,12 +592,28 @@ class LoopReplay:
         given = {number: tensor.detach().requires_grad_(number in self._ends) for number, tensor in given.items()}
         written = any(call.writes for call in self._calls)
         values = {number: tensor.clone() for number, tensor in given.items()} if written else dict(given)
+        if only is not None:
+            return self._kept_values(values, only)
         with torch.enable_grad():
             for call in self._calls:
-                # Not all that a loop calls leads to what it keeps.
-                with suppress(Exception) if self._known else nullcontext():
-                    values.update(_called_again(call, values))
+                values.update(_called_again(call, values))
         return {**values, **{~number: given[number] for number in self._ends}}
+
+    def _kept_values(self, values: dict[int, Any], only: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the values with some shapes, of what was given; all others are let go of once nothing takes them."""
+        last = {number: place for place, call in enumerate(self._calls) for number in (*call.takes, *call.makes)}
+        for place, call in enumerate(self._calls):
+            # Not all that a loop calls leads to what it keeps.
+            with suppress(Exception):
+                values.update(_called_again(call._replace(graded=False), values))
+            for number in {*call.takes, *call.makes} & values.keys():
+                if last[number] == place and _shape_of(values[number]) != only.get(number, ...):
+                    del values[number]
+        return {number: value for number, value in values.items() if _shape_of(value) == only.get(number, ...)}
+
+
+def _shape_of(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, Tensor) else None
 
 
 def _called_again(call: _Call, values: Mapping[int, Any]) -> Iterable[tuple[int, Any]]:
@@ -611,8 +640,7 @@ class Loop:
         self._unchecked = unchecked
         self.record: LoopRecord | None = None  # from before the forward that runs
         self.kept = Kept()  # of the batch before
-        self.may_keep = False  # whether there is any, or nobody has looked yet
-        self._latest_batch: LoopReplay | None = None  # what was done with it, until somebody looks
+        self.may_keep = False  # whether there is any
         self._ahead = 0  # batches that were handed out since a record began, until a forward
         self._latest: list[LoopRecord] = []
         weakref.finalize(self, _abandon, self._latest).atexit = False
@@ -620,15 +648,14 @@ class Loop:
     def take_batch(self) -> None:
         """Record what is done with a batch that is handed out, if the next forward is one to ask about."""
         self._is_in_order = True
-        if self.may_keep:
-            self.keep()
+        self.may_keep = self.may_keep and bool(self.kept)
         if LoopRecord.open in self._latest and 0 < self._ahead < _AHEAD:
             # Whoever fetches batches ahead has moved, or changed, the one that the next forward is of.
             self._ahead += 1
             return
         if LoopRecord.entered:
             self.end_record()
-        if self.is_on and (self._unchecked.is_due or self.kept):
+        if self.is_on and (self._unchecked.is_due or self.may_keep):
             self._begin(LoopRecord(self))
             self._ahead = 1
 
@@ -652,18 +679,9 @@ class Loop:
         self.record, self._ahead = None, 0
         return LoopRecord.end()
 
-    def keep(self) -> None:
-        """Look at what the loop keeps of a batch of which the backward has ended."""
-        replay, self._latest_batch = self._latest_batch, None
-        if replay is not None:
-            self.kept = replay.kept()
-            self.may_keep = bool(self.kept)
-            self._report(replay)
-
     def follow(self) -> None:
         """Follow what the loop keeps of a batch, after a backward that torch did not call."""
-        self.keep()
-        if self.kept and not LoopRecord.entered:
+        if not LoopRecord.entered:
             self._begin(LoopRecord(self), only_kept=True)
 
     def rest(self) -> None:
@@ -705,12 +723,12 @@ class Loop:
         """Yield while a loss is examined; then refuse one that was computed with samples following each other."""
         # What others see says better where. A record holds outputs that nobody else may: it is let go of before.
         record, batch = self.end_record(), self._batch_of(forward)
-        kept, self.kept, is_known = self.kept, Kept(), bool(forward.losses)
-        replay = None
+        is_known, replay, later = bool(forward.losses), None, None
         if record is not None and batch.size > 1:
             replay = record.replay(roots, batch)
-            self._latest_batch = None if kept else record.replay(None, batch)
-        self.may_keep = self._latest_batch is not None
+            # What it keeps of a batch is followed to the next one, not for ever.
+            later = None if self.may_keep else record.replay(None, batch)
+        self.kept, self.may_keep = Kept(), False
         if record is not None:
             record.clear()
         yield
@@ -719,6 +737,9 @@ class Loop:
         if replay is not None and replay.follows_kept():
             raise LossReductionError(_KEPT)
         self._report(replay)
+        if later is not None:
+            self.kept = later.kept()
+            self.may_keep = bool(self.kept)
 
     def _report(self, replay: LoopReplay | None) -> None:
         """Say so where what was recorded could not be run again."""
