@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -372,8 +373,8 @@ def _release(args: dict[str, Any], segments: list[Segment], solved: dict[str, An
     for name, value in solved.items():
         print(f"{name} = {value:.6g}")
     print(
-        f"{'reached: ' if solved else ''}epsilon <= {_rounded(bounds.upper, math.ceil)} at delta = {delta:g}",
-        f"no accountant can go below epsilon = {_rounded(bounds.lower, math.floor)}",
+        f"{'reached: ' if solved else ''}epsilon <= {_rounded(bounds.upper, ROUND_CEILING)} at delta = {delta:g}",
+        f"no accountant can go below epsilon = {_rounded(bounds.lower, ROUND_FLOOR)}",
         f"steps: {sum(steps for _, _, steps in segments)}; {'; '.join(shown)}",
         f"sampling: {sampling} (shuffled batches: one step of rate 1 per epoch)",
         f"neighbours: {relation}: {_RELATIONS[relation]}",
@@ -403,13 +404,9 @@ def _plain(bounds: Bounds, delta: float) -> dict[str, float | str]:
     return {"epsilon": upper, "epsilon_lower_bound": lower, "delta": delta}
 
 
-def _rounded(value: float, towards: Callable[[float], int]) -> str:
+def _rounded(value: float, towards: str) -> str:
     """Return a number with five digits, never on the other side of it."""
-    if value == 0 or math.isinf(value):
-        return f"{value:g}"
-    unit = 10.0 ** (math.floor(math.log10(value)) - 4)
-    slack = 1 - 1e-12 if towards is math.ceil else 1 + 1e-12
-    return f"{towards(value / unit * slack) * unit:.5g}"
+    return f"{float(Context(prec=5, rounding=towards).create_decimal_from_float(value)):.5g}"
 
 
 def _plot(segments: list[Segment], args: dict[str, Any], path: Path) -> None:
