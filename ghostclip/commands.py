@@ -30,11 +30,11 @@ from ghostclip.terminal import (
     OPTIMIZER,
     TRAINABLE,
     Options,
-    Working,
     gigabytes,
     quietly,
     require_files,
     require_least,
+    working,
     write_json,
     write_page,
 )
@@ -234,7 +234,7 @@ def run_plan_privacy(args: dict[str, Any]) -> int:
         )  # fmt: skip
 
     sizes = [size * times for times in _LARGER if size * times <= samples]
-    with Working("comparing mechanisms"):
+    with working("comparing mechanisms"):
         by_size = {one: plans_at(one) for one in sizes}
     plans = by_size[size]
     too_large = delta_too_large(args["delta"], samples)
@@ -364,7 +364,7 @@ def _release(args: dict[str, Any], segments: list[Segment], solved: dict[str, An
     from ghostclip.accounting.calibration import delta_too_large, epsilon_too_large
 
     delta, relation, solved = args["delta"], args["neighbours"], solved or {}
-    with Working("bounding epsilon"):
+    with working("bounding epsilon"):
         bounds = _bounds(segments, args)
     shown = [f"noise multiplier {sigma:g}, sample rate {rate:g}, {steps} steps" for sigma, rate, steps in segments[:4]]
     shown += [f"and {len(segments) - 4} more segments"] if len(segments) > 4 else []
@@ -393,7 +393,7 @@ def _release(args: dict[str, Any], segments: list[Segment], solved: dict[str, An
     target = {"target_epsilon": args["target_epsilon"]} if solved else {}
     write_json(args["json"], {**values, **target})
     if args["plot"] is not None:
-        with Working("drawing"):
+        with working("drawing"):
             _plot(segments, args, args["plot"])
     return 0
 
@@ -514,7 +514,7 @@ def run_calibrate(args: dict[str, Any]) -> int:
             "the third is solved for."
         )
     (name,) = values.keys() - known
-    with Working("searching"):
+    with working("searching"):
         solved = getattr(accounting, f"get_{name}")(
             target_epsilon=args["target_epsilon"], target_delta=args["delta"], accountant=args["accountant"],
             relation=args["neighbours"], **known,

@@ -7,8 +7,8 @@ backward follows from its footprint; what it saves from a cost model.
 For less memory than an ordinary step has, blocks are run again in the backward, and some get a second backward. Of a
 chain of blocks the first ones have their gradients last, when factors of all others have gathered: it is they that keep
 their inputs alone, and the first of them whose factors are dropped once their norms are known, to be formed again by a
-second backward of that part. Price: the forward of every block that keeps its inputs alone, once; of a block with a
-second backward twice, and its input gradients again.
+second backward of that part. Price: one forward of every block that keeps its inputs alone, and of a block with a
+second backward two more.
 
 A backward moment by moment, under any choice of blocks that are run again and of where a second backward begins. It is
 read off the graph of a step that keeps the inputs alone of some blocks: of one block of each kind at least the graph
@@ -55,8 +55,6 @@ _VIEWS: Final = (
 
 # What reading or writing one element of 4 bytes costs, in FLOPs: products of layers run at this many for each.
 _MOVED: Final = 64
-# Bytes of an output's gradient from which on a layer counts as one whose products set that cost.
-_SMALL: Final = 1 << 16
 
 
 @dataclass(eq=False)
@@ -181,7 +179,6 @@ class UseMemory(NamedTuple):
 
     gradient: int  # bytes besides its inputs: of its output's gradient, or of per-sample gradients
     with_inputs: bool  # whether its inputs are stored as well
-    work: float = 0.0  # FLOPs of the product in its forward; 0 where it is no product
     matrix: tuple[str, Shape] | None = None  # parameter and sizes of a product with a matrix that is used once
     forming: int = 0  # temporary bytes of forming per-sample gradients, those of a convolution's windows
 
@@ -197,7 +194,7 @@ def memory_of(use: ParamUse, arriving: int, forward: ForwardContext) -> UseMemor
         by_rule = planner.stores_per_sample(positions, inputs, outputs, dtype.itemsize)
         stored = (matrix[1].gradient_bytes, False) if by_rule else (arriving, True)
         once = matrix if forward.use_counts[name] == 1 else None
-        return UseMemory(*stored, 2.0 * samples * positions * inputs * outputs, once)
+        return UseMemory(*stored, once)
     dense = _dense_bytes(use, forward)
     if kernel is None or not forward.batch_size:
         return UseMemory(dense or arriving, not dense)
@@ -207,7 +204,7 @@ def memory_of(use: ParamUse, arriving: int, forward: ForwardContext) -> UseMemor
     if not dense and (small or planner.stores_per_sample(positions, kernel[0].numel(), kernel.shape[0], size)):
         dense = samples * kernel.numel() * max(4, size)
     forming = _windows(use, samples * positions * kernel[0].numel())
-    return UseMemory(dense or arriving, not dense, 2.0 * samples * positions * kernel.numel(), forming=forming)
+    return UseMemory(dense or arriving, not dense, forming=forming)
 
 
 def _windows(use: ParamUse, unfolded: int) -> int:
@@ -289,21 +286,6 @@ class Timeline:
         self.parts = parts
         self.steps = [step for part in parts for step in part.steps]  # operations, in the order of the backward
         self._unplanned = 4 * forward.unplanned
-
-    def price(self, recomputed: Collection[int], cut: int | None) -> float:
-        """Return the FLOPs of a choice: of forwards that are run again."""
-        # Attention's own products and everything between blocks left out.
-        total = sum(map(self._forward_of, recomputed))
-        # The part behind the cut is run again in either backward, and its input gradients are formed twice.
-        return total + 2 * sum(map(self._forward_of, range(0 if cut is None else cut + 1)))
-
-    def _forward_of(self, call: int) -> float:
-        """Return the cost of a block's forward: products, and writing saved tensors."""
-        steps = [step for part in self.parts if part.call == call for step in part.steps]
-        work = sum(step.memory.work for step in steps)
-        written = sum({key: size for step in steps for key, size in step.saved.items()}.values())
-        matrices = (step.memory.matrix for step in steps if step.arriving >= _SMALL)
-        return work + written * next((matrix[1].moving for matrix in matrices if matrix is not None), 1.0)
 
     def ordinary_peak(self) -> int:
         """Return the peak of the same backward of ordinary training, its gradients included."""
@@ -516,8 +498,8 @@ class BlockPlanner:
 
     def decide(self, loss: Tensor, forward: ForwardContext, parameters: Mapping[str, Tensor]) -> Reduction | None:
         """Return the reduction for a backward that is about to run."""
-        # None where the graph does not show what blocks store. Saved tensors of watched blocks are freed where memory
-        # is short of them.
+        # None where the graph does not show what blocks store. This once all blocks run again, those that are watched
+        # too.
         self.latest, self.dropped = None, frozenset()
         known = self._plans.get(forward.input_sizes)
         if known is None:
@@ -527,9 +509,10 @@ class BlockPlanner:
                 return None
             cuts = [number for number in range(len(forward.blocks)) if cut_at(number, loss, forward) is not None]
             self._plans[forward.input_sizes] = self._cheapest(read, cuts)
-            known = self._of_this_step(read, cuts)
+            again = frozenset(number for number, call in enumerate(read.calls) if call.recomputed)
+            known = self._best(read, [_Choice(again, cut) for cut in (None, *cuts)])
         for call in forward.blocks:
-            if call.held is not None and call.name in known.blocks:
+            if call.held is not None:
                 call.held.drop_saved()
         self.latest, self.least = known, self._plans[forward.input_sizes]
         return known
@@ -550,22 +533,15 @@ class BlockPlanner:
             behind = 0 if cut is None else sum(number <= cut for number in able)
             choices = [_Choice(frozenset(able[:count]), cut) for count in range(behind, len(able) + 1)]
             fitting.append(_first_that_fits(read, choices, limit))
-        return self._best(read, fitting, limit)
+        return self._best(read, fitting)
 
-    def _of_this_step(self, read: Timeline, cuts: Sequence[int]) -> Reduction:
-        """Return the best reduction for the step whose blocks were watched."""
-        # Only these may still keep their saved tensors.
-        again = frozenset(number for number, call in enumerate(read.calls) if call.recomputed)
-        saved = frozenset(number for number in again if read.calls[number].held is not None)
-        choices = [_Choice(chosen, cut) for cut in (None, *cuts) for chosen in (again - saved, again)]
-        return self._best(read, choices, self.budget * read.ordinary_peak())
-
-    def _best(self, read: Timeline, choices: Sequence["_Choice"], limit: float) -> Reduction:
+    def _best(self, read: Timeline, choices: Sequence["_Choice"]) -> Reduction:
         """Return the cheapest choice that fits; where none fits, the one with the least memory."""
+        limit = self.budget * read.ordinary_peak()
 
         def cost(choice: _Choice) -> tuple[bool, float]:
             peak = read.peak(*choice)
-            return peak > limit, peak if peak > limit else read.price(*choice)
+            return peak > limit, peak if peak > limit else choice.price
 
         best = min(choices, key=cost)
         again = frozenset(read.calls[number].name for number in best.again)
@@ -577,6 +553,11 @@ class _Choice(NamedTuple):
 
     again: frozenset[int]  # numbers of the blocks' calls of which only inputs are stored
     cut: int | None
+
+    @property
+    def price(self) -> int:
+        """How many more forwards of blocks it takes; behind a cut they run again, and gradients are formed twice."""
+        return len(self.again) + (0 if self.cut is None else 2 * (self.cut + 1))
 
 
 def _first_that_fits(read: Timeline, choices: Sequence[_Choice], limit: float) -> _Choice:
