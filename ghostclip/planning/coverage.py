@@ -170,7 +170,6 @@ class CoverageRow:
     rung: str = ""
     plan: str = ""  # how norm and clipped sum are formed in the largest backward; empty before the first
     cost: Cost = field(default_factory=Cost)
-    axes: str = ""  # which rows of its operations' data belong to which sample, where evidence has decided it
 
     @property
     def name(self) -> str:
@@ -334,7 +333,6 @@ def coverage_of(
                 _joined(_rung(site, name) for site in used),
                 plan + " (budget)" * bought,
                 cost,
-                _joined(_axes(site) for site in used if site.chosen is not None),
             )
         )
     parameters = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters())
@@ -378,10 +376,3 @@ def _rung(site: CallSite, name: str) -> str:
         rung = "elementwise" if rule_for(site.operation) is None else "rule"
     derived = any(item.derived for item in site.statistics.values() if name in item.names)
     return f"{rung}, derived" if derived else rung
-
-
-def _axes(site: CallSite) -> str:
-    assert site.chosen is not None
-    kind, axis = site.chosen
-    folded = {"major": "folded into axis {}, sample by sample", "minor": "folded into axis {}, samples alternating"}
-    return folded.get(kind, "axis {}").format(axis)
