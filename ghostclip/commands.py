@@ -15,28 +15,17 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ghostclip import terminal
 from ghostclip._files import BLACK, BLUE, PALE, picture
 from ghostclip._validate import refuse_any
 from ghostclip.errors import DataError, InvalidOptionError
-from ghostclip.terminal import (
-    DELTA,
-    FILE,
-    OPTIMIZER,
-    TRAINABLE,
-    Options,
-    Working,
-    gigabytes,
-    quietly,
-    require_files,
-    require_least,
-    write_json,
-    write_page,
-)
+from ghostclip.terminal import DELTA, FILE, OPTIMIZER, TRAINABLE, Options, gigabytes
 
 if TYPE_CHECKING:
     from ghostclip.accounting import Bounds
@@ -91,19 +80,19 @@ def run_inspect(args: dict[str, Any]) -> int:
     """
     from ghostclip.validation.inspection import DEVICES, InspectionRequest, inspect_model, load_source
 
-    require_least(args, {"batch_size": 2, "sequence_length": 1})
-    require_files(args)
+    terminal.require_least(args, {"batch_size": 2, "sequence_length": 1})
+    terminal.require_files(args)
     request = InspectionRequest(**{one.name: args[one.name] for one in fields(InspectionRequest)})
     is_factory = request.full and ":" in request.model
     refuse_any((is_factory, "--full: a factory's model has its real sizes already; leave it out"))
-    with quietly("inspecting"):
+    with terminal.quietly("inspecting"):
         inspection = inspect_model(
             load_source(request),
             proof=load_source(replace(request, full=False)) if request.full else None,
             devices=args["device_memory"] or DEVICES,
             **{name: args[name] for name in ("strategy", "trainable", "optimizer")},
         )
-    write_page(args["json"], inspection)
+    terminal.write_page(args["json"], inspection)
     return 0 if inspection.ok else EXIT_REFUSED
 
 
@@ -156,10 +145,10 @@ def run_plan(args: dict[str, Any]) -> int:
 
     from ghostclip.scaling import Mesh, load_planned, plan_devices
 
-    require_least(args, {"context_length": 1, "batch_size": 1, "microbatches": 1})
-    require_files(args)
+    terminal.require_least(args, {"context_length": 1, "batch_size": 1, "microbatches": 1})
+    terminal.require_files(args)
     mesh = Mesh.parse(args["mesh"])
-    with quietly("planning"):
+    with terminal.quietly("planning"):
         # Of two samples: what all of a batch have in common counts half.
         planned = load_planned(
             args["model"], batch_size=2, context_length=args["context_length"],
@@ -170,7 +159,7 @@ def run_plan(args: dict[str, Any]) -> int:
             optimizer=args["optimizer"], checkpointing=args["checkpointing"],
             microbatches=args["microbatches"] or 0,
         )  # fmt: skip
-    write_page(args["json"], plan)
+    terminal.write_page(args["json"], plan)
     return 0
 
 
@@ -216,10 +205,10 @@ def run_plan_privacy(args: dict[str, Any]) -> int:
     from ghostclip.accounting.calibration import delta_too_large
     from ghostclip.mechanisms import described, noise_to_batch, plan_privacy, recommendation
 
-    require_files(args)
+    terminal.require_files(args)
     missing = [f"--{name.replace('_', '-')}" for name in _NEEDED if args[name] is None]
     refuse_any((bool(missing), f"{', '.join(missing)}: needed."))
-    require_least(args, {"samples": 1, "batch_size": 1, "epochs": 1})
+    terminal.require_least(args, {"samples": 1, "batch_size": 1, "epochs": 1})
     samples, size, momentum = args["samples"], args["batch_size"], args["momentum"]
     refuse_any(
         (size > samples, f"--batch-size {size}: must be from 1 to --samples, {samples}."),
@@ -233,7 +222,7 @@ def run_plan_privacy(args: dict[str, Any]) -> int:
         )  # fmt: skip
 
     sizes = [size * times for times in _LARGER if size * times <= samples]
-    with Working("comparing mechanisms"):
+    with terminal.working("comparing mechanisms"):
         by_size = {one: plans_at(one) for one in sizes}
     plans = by_size[size]
     too_large = delta_too_large(args["delta"], samples)
@@ -246,7 +235,9 @@ def run_plan_privacy(args: dict[str, Any]) -> int:
     }
     if str(args["json"]) != "-":
         _show(plans, rows, batches, recommendation(plans))
-    write_json(args["json"], {"mechanisms": rows, "noise_to_batch": batches, "recommendation": recommendation(plans)})
+    terminal.write_json(
+        args["json"], {"mechanisms": rows, "noise_to_batch": batches, "recommendation": recommendation(plans)}
+    )
     return 0
 
 
@@ -363,7 +354,7 @@ def _release(args: dict[str, Any], segments: list[Segment], solved: dict[str, An
     from ghostclip.accounting.calibration import delta_too_large, epsilon_too_large
 
     delta, relation, solved = args["delta"], args["neighbours"], solved or {}
-    with Working("bounding epsilon"):
+    with terminal.working("bounding epsilon"):
         bounds = _bounds(segments, args)
     shown = [f"noise multiplier {sigma:g}, sample rate {rate:g}, {steps} steps" for sigma, rate, steps in segments[:4]]
     shown += [f"and {len(segments) - 4} more segments"] if len(segments) > 4 else []
@@ -372,8 +363,8 @@ def _release(args: dict[str, Any], segments: list[Segment], solved: dict[str, An
     for name, value in solved.items():
         print(f"{name} = {value:.6g}")
     print(
-        f"{'reached: ' if solved else ''}epsilon <= {_rounded(bounds.upper, math.ceil)} at delta = {delta:g}",
-        f"no accountant can go below epsilon = {_rounded(bounds.lower, math.floor)}",
+        f"{'reached: ' if solved else ''}epsilon <= {_rounded(bounds.upper, ROUND_CEILING)} at delta = {delta:g}",
+        f"no accountant can go below epsilon = {_rounded(bounds.lower, ROUND_FLOOR)}",
         f"steps: {sum(steps for _, _, steps in segments)}; {'; '.join(shown)}",
         f"sampling: {sampling} (shuffled batches: one step of rate 1 per epoch)",
         f"neighbours: {relation}: {_RELATIONS[relation]}",
@@ -390,9 +381,9 @@ def _release(args: dict[str, Any], segments: list[Segment], solved: dict[str, An
         "warnings": said,
     }  # fmt: skip
     target = {"target_epsilon": args["target_epsilon"]} if solved else {}
-    write_json(args["json"], {**values, **target})
+    terminal.write_json(args["json"], {**values, **target})
     if args["plot"] is not None:
-        with Working("drawing"):
+        with terminal.working("drawing"):
             _plot(segments, args, args["plot"])
     return 0
 
@@ -403,13 +394,9 @@ def _plain(bounds: Bounds, delta: float) -> dict[str, float | str]:
     return {"epsilon": upper, "epsilon_lower_bound": lower, "delta": delta}
 
 
-def _rounded(value: float, towards: Callable[[float], int]) -> str:
+def _rounded(value: float, towards: str) -> str:
     """Return a number with five digits, never on the other side of it."""
-    if value == 0 or math.isinf(value):
-        return f"{value:g}"
-    unit = 10.0 ** (math.floor(math.log10(value)) - 4)
-    slack = 1 - 1e-12 if towards is math.ceil else 1 + 1e-12
-    return f"{towards(value / unit * slack) * unit:.5g}"
+    return f"{float(Context(prec=5, rounding=towards).create_decimal_from_float(value)):.5g}"
 
 
 def _plot(segments: list[Segment], args: dict[str, Any], path: Path) -> None:
@@ -456,7 +443,7 @@ def run_epsilon(args: dict[str, Any]) -> int:
       ghostclip epsilon --segment 1.2 0.01 500 --segment 0.8 0.01 100
           noise that changes on the way: noise multiplier, sample rate and steps of each part
     """
-    require_files(args)
+    terminal.require_files(args)
     sigma, rate, steps = _mechanism(args)
     segments = list(map(_segment, args["segment"]))
     for number, (noise, share, _) in enumerate(segments, start=1):
@@ -506,7 +493,7 @@ def run_calibrate(args: dict[str, Any]) -> int:
     """
     from ghostclip import accounting
 
-    require_files(args)
+    terminal.require_files(args)
     values = dict(zip(("noise_multiplier", "sample_rate", "steps"), _mechanism(args), strict=True))
     if args["target_epsilon"] is None:
         raise InvalidOptionError("--target-epsilon: needed (`ghostclip epsilon` tells what given values cost).")
@@ -517,7 +504,7 @@ def run_calibrate(args: dict[str, Any]) -> int:
             "the third is solved for."
         )
     (name,) = values.keys() - known
-    with Working("searching"):
+    with terminal.working("searching"):
         solved = getattr(accounting, f"get_{name}")(
             target_epsilon=args["target_epsilon"], target_delta=args["delta"], accountant=args["accountant"],
             relation=args["neighbours"], **known,
@@ -555,7 +542,7 @@ def run_ledger(args: dict[str, Any]) -> int:
     if not path.exists():
         # An engine would begin a new one: ε = 0.
         raise DataError(f"{path}: no such file; expected the ledger of a training.")
-    require_files(args)
+    terminal.require_files(args)
     # Its chain is verified when it is read. A training may write on meanwhile: ε is then of more lines, never of fewer.
     ledger = LedgerFile(path)
     parts = [{**said, "releases": count} for said, count in zip(ledger.mechanisms, ledger.counts, strict=True) if count]
@@ -570,7 +557,7 @@ def run_ledger(args: dict[str, Any]) -> int:
         print(f"no accountant can go below epsilon = {rounded_down(bounds.lower)}")
         print("whole lines that were cut off its end are missed only by a checkpoint that has seen them")
     values = {"ledger": str(path), "releases": releases, **_plain(bounds, delta), "mechanisms": parts}
-    write_json(args["json"], values)
+    terminal.write_json(args["json"], values)
     return 0
 
 
@@ -614,7 +601,7 @@ def run_audit(args: dict[str, Any]) -> int:
 
     if args["json"] is not None and args["json"].resolve() == args["scores"].resolve():
         raise DataError(f"--json {args['json']}: would replace the scores.")
-    require_files(args)
+    terminal.require_files(args)
     scores = load_scores(args["scores"])
     if args["lower_is_member"]:
         scores = scores.negated()
@@ -622,5 +609,5 @@ def run_audit(args: dict[str, Any]) -> int:
     finding = audit_scores(scores, **{name: args[name] for name in names})
     print(finding.sentence())
     print(finding.basis())
-    write_json(args["json"], finding.as_dict())
+    terminal.write_json(args["json"], finding.as_dict())
     return EXIT_CONTRADICTED if finding.contradicts else 0

@@ -193,17 +193,11 @@ def buffered(poles: Sequence[float], zeros: Sequence[float]) -> Filter:
     return tuple(((1.0, -pole), (1.0, -zero)) for pole, zero in zip(poles, zeros, strict=True))
 
 
-def square_root_of_inverse(bands: int) -> tuple[float, ...]:
-    """Return the first coefficients of (1 - x)^½, whose matrix is the inverse square root of that of prefix sums."""
-    return _binomial(0.5, bands)
+def powers(exponent: float, count: int) -> tuple[float, ...]:
+    """Return the first coefficients of (1 - x)^exponent: of prefix sums' matrix with the exponent -1.
 
-
-def square_root(bands: int) -> tuple[float, ...]:
-    """Return the first coefficients of (1 - x)^-½, whose matrix is the square root of that of prefix sums."""
-    return _binomial(-0.5, bands)
-
-
-def _binomial(exponent: float, count: int) -> tuple[float, ...]:
+    With -½ they are those of its square root, with ½ of the inverse of that.
+    """
     coefficients = [1.0]
     for power in range(1, count):
         coefficients.append(coefficients[-1] * (power - 1 - exponent) / power)
@@ -299,12 +293,12 @@ Made = tuple[Callable[[list[float]], Filter], list[float]]
 
 def _inverses(size: int, separation: int) -> Made:
     del separation
-    return lambda rest: of_inverse((1.0, *rest)), list(square_root_of_inverse(size)[1:])
+    return lambda rest: of_inverse((1.0, *rest)), list(powers(0.5, size)[1:])
 
 
 def _bandeds(size: int, separation: int) -> Made:
     del separation
-    return lambda rest: inverse_of(of_inverse((1.0, *rest))), list(square_root(size)[1:])
+    return lambda rest: inverse_of(of_inverse((1.0, *rest))), list(powers(-0.5, size)[1:])
 
 
 def _buffereds(size: int, separation: int) -> Made:
@@ -663,7 +657,7 @@ class BandedInverse(_OneStream):
 
     def _matrix(self, scheme: SamplingScheme) -> Filter:
         if self.coefficients == "square_root":
-            return of_inverse(square_root_of_inverse(self.bands))
+            return of_inverse(powers(0.5, self.bands))
         if self.coefficients == "optimal":
             return self._optimal("inverse", self.bands, scheme, scheme.steps)
         return of_inverse((1.0, *map(float, self.coefficients)))
@@ -771,7 +765,7 @@ class BandedMatrixFactorization(Correlated):
         if self.coefficients == "optimal":
             # Columns that share no row move Cx by the norm of one, as often as they are there.
             return self._optimal("banded", self.bands, scheme, self._length() * scheme.steps)
-        column = square_root(self.bands) if self.coefficients == "square_root" else (1.0, *self.coefficients)
+        column = powers(-0.5, self.bands) if self.coefficients == "square_root" else (1.0, *self.coefficients)
         return inverse_of(of_inverse(tuple(map(float, column))))
 
 

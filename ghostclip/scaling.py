@@ -31,26 +31,15 @@ from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree, _validate
 from ghostclip._validate import did_you_mean, refuse_any
-from ghostclip.capture.call_sites import CallSite, Statistics
+from ghostclip.capture.call_sites import CallSite, MatrixProduct, Statistics
+from ghostclip.capture.param_use import product_of
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
+from ghostclip.factors.outer import Outer
 from ghostclip.language import LARGE, reason_against, without_logits
-from ghostclip.planning.coverage import Coverage, as_table, coverage_of, input_bytes, readable_bytes, stores_gradients
+from ghostclip.planning.coverage import Coverage, as_table, coverage_of, input_bytes, readable_bytes
 from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.validation import inspection
-from ghostclip.validation.inspection import (
-    OPTIMIZERS,
-    USABLE,
-    InspectionRequest,
-    OrdinaryStep,
-    Source,
-    call_sites,
-    layers_table,
-    load_source,
-    losses_of,
-    plain_step,
-    require_positions,
-    train_only,
-)
+from ghostclip.validation.inspection import OPTIMIZERS, USABLE, InspectionRequest, OrdinaryStep, Source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -351,10 +340,10 @@ def load_planned(
         )
     if ":" in model and not Path(model).is_dir():
         with torch.device("meta"):
-            source = load_source(request)
+            source = inspection.load_source(request)
     else:
         config = _config_of(model)
-        require_positions(config, request)
+        inspection.require_positions(config, request)
         # Tiles need whole sequences, and a model that computes its loss by itself.
         fused = mesh.cp == mesh.pp == 1 and _fits_tiles(config)
         built = inspection.build(config, device="meta")
@@ -363,7 +352,7 @@ def load_planned(
         if fused:
             batch["labels"] = batch["input_ids"]
         source = Source(built, batch, f"{model} ({type(built).__name__})")
-    train_only(source.model, trainable)
+    inspection.train_only(source.model, trainable)
     source.model.to(device="meta", dtype=dtype)
     attention = _OneKernel(mesh.cp)
 
@@ -375,7 +364,7 @@ def load_planned(
     def losses() -> Tensor:
         with attention, without_logits(source.model) if fused else nullcontext():
             output = source.call()
-        return output.loss if fused else losses_of(output, batch_size=batch_size, axis=source.batch_axis)
+        return output.loss if fused else inspection.losses_of(output, batch_size=batch_size, axis=source.batch_axis)
 
     source = replace(source, batch=_tree.mapped(as_shapes, source.batch))
     elements = sum(p.numel() for p in source.model.parameters())
@@ -461,23 +450,24 @@ def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool, microbatches: 
         )
     try:
         with _RowCounts(shards) as rows:
-            plain = plain_step(model, planned.losses, blocks=[block for _, block in blocks])
-        sites = call_sites(model, planned.losses, axis=planned.source.batch_axis)
+            plain = inspection.plain_step(model, planned.losses, blocks=[block for _, block in blocks])
+        sites = inspection.call_sites(model, planned.losses, axis=planned.source.batch_axis)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         text = " ".join(str(error).split())[:160]
         raise UnsupportedModelError(
             f"{planned.source.title}: cannot be planned, since it does not run from shapes alone ({text}). Plan it by "
             "what 'ghostclip inspect' finds with numbers."
         ) from error
-    of_rank = _arrived(sites, 1)
+    dtype = next(model.parameters()).dtype
+    of_rank = _arrived(sites, 1, dtype)
     if mesh.cp > 1 or mesh.pp > 1:
         labels = {"book-keeping"}
     else:
         # Under checkpointing strategy "auto" takes two backwards: factors of all blocks would be what it saves.
         labels = {"two backwards"} if checkpointing else set(WAYS)
-    arrived = _arrived(sites, mesh.cp)
+    arrived = _arrived(sites, mesh.cp, dtype)
     return Facts(
-        model, mesh, next(model.parameters()).element_size(), planned.samples, plain, units_of(model, blocks),
+        model, mesh, dtype.itemsize, planned.samples, plain, units_of(model, blocks),
         [(shard, rows.found.get(shard.weight, 0)) for shard in shards], [path for path, _ in blocks], checkpointing,
         arrived, of_rank,
         {label: coverage_of(model, sites, strategy=name) for label, name in WAYS.items() if label in labels},
@@ -485,20 +475,29 @@ def counted(planned: Planned, mesh: Mesh, *, checkpointing: bool, microbatches: 
     )  # fmt: skip
 
 
-def _arrived(sites: Sequence[CallSite], ranks: int) -> dict[str, list[Statistics]]:
+def _arrived(sites: Sequence[CallSite], ranks: int, dtype: torch.dtype) -> dict[str, list[Statistics]]:
     """Return what came in, of whole sequences: norms are of where positions of several ranks meet."""
     by_name: defaultdict[str, list[Statistics]] = defaultdict(list)
     for site in sites:
         for key, item in site.statistics.items():
             site.statistics[key] = whole = replace(
                 item,
-                products=tuple(replace(one, positions=ranks * one.positions) for one in item.products),
+                products=tuple(_of_all_ranks(one, ranks, dtype) for one in item.products),
                 elements=ranks * item.elements,
                 input_elements=ranks * item.input_elements,
             )
             for name in item.names:
                 by_name[name].append(whole)
     return by_name
+
+
+def _of_all_ranks(one: MatrixProduct, ranks: int, dtype: torch.dtype) -> MatrixProduct:
+    """Return a product with the positions of all ranks, and how it is clipped there."""
+    if ranks == 1:
+        return one
+    sizes = [(one.count, ranks * one.positions, features) for features in (one.inputs, one.outputs)]
+    a_NTI, g_NTO = (torch.empty(size, dtype=dtype, device="meta") for size in sizes)
+    return product_of(Outer(a_NTI, g_NTO, shape=(one.outputs, one.inputs)))
 
 
 class _RowCounts(TorchFunctionMode):
@@ -679,7 +678,7 @@ def _exchanged(facts: Facts) -> tuple[int, int]:
             product = item.products[0] if len(item.products) == 1 and item.kind == "outer" else None
             if item.kind == "rows":
                 factors += item.elements * item.itemsize + item.elements // parameter.shape[-1] * _ID
-            elif product is not None and not stores_gradients(product):
+            elif product is not None and not product.kept:
                 wide = product.inputs + product.outputs
                 factors += product.count * product.positions * wide * item.itemsize
             else:
@@ -827,7 +826,7 @@ class DevicePlan:
             as_table((f"memory of a device of {device}", *self.ways, "how"), memory),
             self._summed(sent, self.wire, readable_bytes) if self.wire else f"{sent}: none, there is one device",
             self._summed(f"FLOPs of a device, B = {self.batch_size}", self.flops, readable_flops),
-            f"{layers}\n{layers_table(self.coverage, priced=True)}",
+            f"{layers}\n{inspection.layers_table(self.coverage, priced=True)}",
         ))  # fmt: skip
 
     def _summed(self, head: str, rows: Sequence[Row], readable: Callable[[int], str]) -> str:

@@ -16,10 +16,12 @@ from __future__ import annotations
 import csv
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -231,45 +233,31 @@ Array = NDArray[np.float64]
 _SAFE_EXPONENT = 700.0
 
 
-class TradeOff(Protocol):
-    """The least false negative rate of any test at a false positive rate, by its inverse."""
-
-    def least(self, probability: ArrayLike) -> Array:
-        """Return F⁻¹(r): the least probability without the record of an event that has probability r with it."""
+Least = Callable[[ArrayLike], Array]
+"""F⁻¹ of a claim: the least probability without the record of an event that has probability r with it."""
 
 
-@dataclass(frozen=True)
-class GaussianTradeOff:
-    """μ-GDP: N(0, 1) against N(μ, 1), F(y) = Φ(Φ⁻¹(y) + μ).
+def gaussian_least(probability: ArrayLike, *, mu: float) -> Array:
+    """Return F⁻¹(r) = Φ(Φ⁻¹(r) - μ) of μ-GDP: N(0, 1) against N(μ, 1), F(y) = Φ(Φ⁻¹(y) + μ).
 
     Reference:
         Dong, Roth, Su 2022, Definition 3.
     """
-
-    mu: float  # at least 0
-
-    def least(self, probability: ArrayLike) -> Array:
-        """Return F⁻¹(r) = Φ(Φ⁻¹(r) - μ)."""
-        return np.asarray(special.ndtr(special.ndtri(np.clip(probability, 0.0, 1.0)) - self.mu))
+    return np.asarray(special.ndtr(special.ndtri(np.clip(probability, 0.0, 1.0)) - mu))
 
 
-@dataclass(frozen=True)
-class ApproximateTradeOff:
-    """(ε, δ)-DP: F(y) = min(δ + e^ε·y, 1 - e^-ε·(1 - δ - y), 1).
+def approximate_least(probability: ArrayLike, *, epsilon: float, delta: float) -> Array:
+    """Return F⁻¹(r) = max(0, e^-ε·(r - δ), 1 - δ - e^ε·(1 - r)) of (ε, δ)-DP.
+
+    There F(y) = min(δ + e^ε·y, 1 - e^-ε·(1 - δ - y), 1).
 
     Reference:
         Wasserman, Zhou 2010; Dong, Roth, Su 2022, Proposition 4.
     """
-
-    epsilon: float  # at least 0
-    delta: float
-
-    def least(self, probability: ArrayLike) -> Array:
-        """Return F⁻¹(r) = max(0, e^-ε·(r - δ), 1 - δ - e^ε·(1 - r))."""
-        r, epsilon = np.clip(probability, 0.0, 1.0), min(self.epsilon, _SAFE_EXPONENT)
-        steep = math.exp(-epsilon) * (r - self.delta)
-        flat = 1 - self.delta - math.exp(epsilon) * (1 - r)
-        return np.maximum(0.0, np.maximum(steep, flat))
+    r, epsilon = np.clip(probability, 0.0, 1.0), min(epsilon, _SAFE_EXPONENT)
+    steep = math.exp(-epsilon) * (r - delta)
+    flat = 1 - delta - math.exp(epsilon) * (1 - r)
+    return np.maximum(0.0, np.maximum(steep, flat))
 
 
 def gaussian_delta(epsilon: float, *, mu: float) -> float:
@@ -384,7 +372,7 @@ def _point(
 _TIES_SEED = 0
 _FEWEST_GUESSES = 16
 _DEVIATIONS = 6
-_PRECISION = 1e-6
+_STEPS = 10**6
 _HIGHEST_EPSILON, _HIGHEST_MU = 30.0, 15.0
 
 
@@ -428,7 +416,7 @@ def approximate_dp_p_value(guesses: Guesses, *, epsilon: float, delta: float) ->
     return min(1.0, beta + 2 * guesses.canaries * delta * slope)
 
 
-def contradicts_f_dp(guesses: Guesses, curve: TradeOff, *, alpha: float) -> bool:
+def contradicts_f_dp(guesses: Guesses, least: Least, *, alpha: float) -> bool:
     """Whether no f-DP mechanism lets an attack guess so many coins with a probability above α.
 
     Let p_i be the probability of exactly i right guesses, r_c = Σ_{i≥c} (i/m)·p_i and h_c = Σ_{i≥c} ((r-i)/m)·p_i: the
@@ -445,7 +433,7 @@ def contradicts_f_dp(guesses: Guesses, curve: TradeOff, *, alpha: float) -> bool
     m, made, v = guesses.canaries, guesses.made, guesses.correct
     right, wrong = alpha * v / m, alpha * (made - v) / m
     for i in range(v - 1, -1, -1):
-        demanded = max(wrong, float(curve.least(right)))
+        demanded = max(wrong, float(least(right)))
         # Beyond 1 it is settled already; capped so that nothing overflows on the way down.
         right = min(right + i / (made - i) * (demanded - wrong), 2.0)
         wrong = demanded
@@ -470,26 +458,23 @@ def guesses_of(scores: Scores, made: int | None) -> list[Guesses]:
 def epsilon_of_guesses(guesses: Guesses, *, method: str, delta: float, alpha: float) -> tuple[float, float | None]:
     """Return the ε up to which every claim is rejected at level ``alpha``, and μ for the Gaussian method."""
     if method == "one-run-gaussian":
-        mu = _most_rejected(lambda mu: contradicts_f_dp(guesses, GaussianTradeOff(mu), alpha=alpha), _HIGHEST_MU)
+        mu = _most_rejected(
+            lambda mu: contradicts_f_dp(guesses, partial(gaussian_least, mu=mu), alpha=alpha), _HIGHEST_MU
+        )
         return gaussian_epsilon(mu, delta=delta), mu
 
     def rejected(epsilon: float) -> bool:
         if method == "one-run":
             return approximate_dp_p_value(guesses, epsilon=epsilon, delta=delta) <= alpha
-        return contradicts_f_dp(guesses, ApproximateTradeOff(epsilon, delta), alpha=alpha)
+        return contradicts_f_dp(guesses, partial(approximate_least, epsilon=epsilon, delta=delta), alpha=alpha)
 
     return _most_rejected(rejected, _HIGHEST_EPSILON), None
 
 
 def _most_rejected(rejected: Callable[[float], bool], highest: float) -> float:
-    """Return the largest value that is rejected, at most the highest, to 1e-6 of it; 0 where none is."""
-    if not rejected(0.0) or rejected(highest):
-        return highest if rejected(0.0) else 0.0
-    low, high = 0.0, highest
-    while high - low > _PRECISION * highest:
-        middle = (low + high) / 2
-        low, high = (middle, high) if rejected(middle) else (low, middle)
-    return low
+    """Return the largest value that is rejected, at most the highest, in millionths of it; 0 where none is."""
+    step = highest / _STEPS
+    return step * max(0, bisect_left(range(_STEPS + 1), True, key=lambda number: not rejected(number * step)) - 1)
 
 
 _ABOUT = {

@@ -142,8 +142,8 @@ class MatrixProduct:
     positions: int  # T
     inputs: int  # I
     outputs: int  # O
-    kept: bool | None = None  # whether book-keeping stores the gradients, where T, I and O alone do not decide it
-    norm: int | None = None  # FLOPs of one of N squared norms, where T, I and O alone do not decide it
+    kept: bool = False  # whether book-keeping stores the gradients in the place of the two factors
+    norm: int = 0  # FLOPs of one of N squared norms
     plan: str = ""  # how that norm is formed, in a few words
 
     @property

@@ -177,7 +177,7 @@ def statistics_of(
     tracked = use.targets[key]
     form, value = use.site.forms.get(tracked.origin.names[0], ""), tracked.origin.value
     parts = list(_parts(factor))
-    products = tuple(_product(part) for part in parts if isinstance(part, (Outer, Head)))
+    products = tuple(product_of(part) for part in parts if isinstance(part, (Outer, Head)))
     kind = _kind(parts[0]) if parts else "dense"
     if form in (GENERAL_FORM, AT_ONCE_FORM):
         kind, products = "general", _guessed(value, grad, factor.batch_size)
@@ -224,16 +224,14 @@ def _kind(part: Factor) -> str:
     return kinds.get(type(part), "dense")
 
 
-def _product(outer: Outer | Head) -> MatrixProduct:
+def product_of(outer: Outer | Head) -> MatrixProduct:
     """Return the matrix product behind a factor, with the FLOPs of its norm."""
     if isinstance(outer, Head):
         # Its logits are formed twice more, for the norm and for the sum.
         norm = outer.norm_flops() + 4 * prod(outer.sizes)
         return MatrixProduct(outer.batch_size, *outer.sizes, kept=False, norm=norm, plan="tiles of logits")
-    count = outer.batch_size * outer.slots
-    if not isinstance(outer, Windows) and min(outer.a_NTI.element_size(), outer.g_NTO.element_size()) >= 4:
-        return MatrixProduct(count, *outer.sizes)
     plan, flops = outer.norm_plan()
+    count = outer.batch_size * outer.slots
     return MatrixProduct(count, *outer.sizes, kept=outer.stores_gradient(), norm=flops, plan=plan)
 
 

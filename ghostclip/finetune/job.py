@@ -37,7 +37,7 @@ from ghostclip.finetune.options import FinetuneOptions, refuse_ignored, resumed_
 from ghostclip.finetune.run import ACCOUNTANT, CARD, PLOT, RECORD, FinetuneRun, RunState, assumptions
 from ghostclip.finetune.samples import labels_of, stay_local
 from ghostclip.privacy.account import rounded_down, rounded_up
-from ghostclip.terminal import Working
+from ghostclip.terminal import working
 
 if TYPE_CHECKING:
     from ghostclip.finetune.training import FinetuneTrainer
@@ -267,7 +267,7 @@ def _run(args: dict[str, Any], ranks: Ranks) -> int:
         options, state = _options(args, ranks)
         require_same(options)
     stay_local(options.model, options.tokenizer)
-    with Working("preparing"), refusals_shared("preparations"):
+    with working("preparing"), refusals_shared("preparations"):
         _require_libraries()
         from ghostclip.finetune.training import training_arguments
 
@@ -368,7 +368,7 @@ def _train(run: FinetuneRun, trainer: FinetuneTrainer) -> None:
 
 def _write(run: FinetuneRun, trainer: FinetuneTrainer) -> dict[str, Any]:
     """Evaluate, write checkpoint, plot and record; then the run cannot be resumed any more."""
-    with Working("evaluating"), trainer.averaged():
+    with working("evaluating"), trainer.averaged():
         after = run.evaluate()
         files.save_model(run)
     record = record_of(run, trainer, after)

@@ -321,31 +321,47 @@ class Split:
     shortened: int
 
 
+# Of each document (or row) its samples, and how many of all lost tokens.
+_Read = tuple[list[list[Sample]], int]
+
+
 def read_samples(options: FinetuneOptions, tokens: TokenEncoder, *, context_length: int, seed: int) -> Split:
-    """Read the samples of a run; the seed fixes which are held out."""
-    if options.task == "text":
-        documents = read_documents(options.data, text_column=options.text_column)
-        return split_passages(documents, options, tokens, context_length=context_length, seed=seed)
-    read = _answered_prompts if options.task == "answers" else _labelled_texts
-    samples, shortened = read(options, tokens, context_length)
+    """Read the samples of a run, and hold a random part of at least one out; the seed fixes which."""
+    read = {"text": _passages, "answers": _answered_prompts, "classify": _labelled_texts}[options.task]
+    by_document, shortened = read(options, tokens, context_length)
+    samples = [sample for of_one in by_document for sample in of_one]
     if len(samples) < 2:
-        raise DataError(f"{options.data}: one row; training and evaluation need at least one each")
-    return _split([[sample] for sample in samples], options, tokens.pad_id, seed, shortened)
+        passages = f"the text makes {len(samples)} passage(s) of up to {context_length} tokens:"
+        found = passages if options.task == "text" else f"{options.data}: one row;"
+        raise DataError(f"{found} training and evaluation need at least one each")
+    count = min(max(1, round(options.eval_fraction * len(samples))), len(samples) - 1)
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
+    width, classes = max(len(sample.ids) for sample in samples), options.task == "classify"
+    training, held_out = (
+        SampleDataset([samples[i] for i in sorted(chosen)], tokens.pad_id, width, classes)
+        for chosen in (order[count:], order[:count])
+    )
+    return Split(training, held_out, len(by_document), max(map(len, by_document)), shortened)
 
 
-def _answered_prompts(options: FinetuneOptions, tokens: TokenEncoder, most: int) -> tuple[list[Sample], int]:
-    """Return prompts with answers, and how many lost tokens."""
+def _passages(options: FinetuneOptions, tokens: TokenEncoder, most: int) -> _Read:
+    documents = read_documents(options.data, text_column=options.text_column)
+    cuts = [cut(tokens.encode(text), start_id=tokens.start_id, context_length=most) for text in documents]
+    return [[Sample(ids, 1) for ids in windows[: options.max_passages_per_document]] for windows in cuts], 0
+
+
+def _answered_prompts(options: FinetuneOptions, tokens: TokenEncoder, most: int) -> _Read:
     samples, shortened = [], 0
     for prompt, answer in read_rows(options.data, (options.prompt_column, options.answer_column)):
         before, after = tokens.dialogue(prompt, answer)
         shortened += len(before) + len(after) > most
         after = after[: most - 1]
         before = before[max(0, len(before) + len(after) - most) :]
-        samples.append(Sample(np.concatenate((before, after)), len(before)))
+        samples.append([Sample(np.concatenate((before, after)), len(before))])
     return samples, shortened
 
 
-def _labelled_texts(options: FinetuneOptions, tokens: TokenEncoder, most: int) -> tuple[list[Sample], int]:
+def _labelled_texts(options: FinetuneOptions, tokens: TokenEncoder, most: int) -> _Read:
     """Return texts, each with its label's place in `labels_of`, and how many lost tokens."""
     names, samples, shortened = labels_of(options), [], 0
     for number, (text, label) in enumerate(read_rows(options.data, (options.text_column, options.label_column)), 1):
@@ -356,7 +372,7 @@ def _labelled_texts(options: FinetuneOptions, tokens: TokenEncoder, most: int) -
             )
         ids, is_whole = tokens.sentence(text, most)
         shortened += not is_whole
-        samples.append(Sample(ids, names.index(label)))
+        samples.append([Sample(ids, names.index(label))])
     return samples, shortened
 
 
@@ -376,33 +392,3 @@ def cut(ids: Ids, *, start_id: int | None, context_length: int) -> list[Ids]:
     stride = context_length - len(lead)
     windows = [np.concatenate((lead, ids[at : at + stride])) for at in range(0, len(ids), stride)]
     return [window for window in windows if len(window) >= 2]
-
-
-def split_passages(
-    documents: Sequence[str], options: FinetuneOptions, tokens: TokenEncoder, *, context_length: int, seed: int
-) -> Split:
-    """Cut the documents and hold a random part of the passages out."""
-    cuts = [cut(tokens.encode(text), start_id=tokens.start_id, context_length=context_length) for text in documents]
-    passages = [[Sample(ids, 1) for ids in windows[: options.max_passages_per_document]] for windows in cuts]
-    count = sum(map(len, passages))
-    if count < 2:
-        raise DataError(
-            f"the text makes {count} passage(s) of up to {context_length} tokens: "
-            "training and evaluation need at least one each"
-        )
-    return _split(passages, options, tokens.pad_id, seed)
-
-
-def _split(
-    by_document: Sequence[Sequence[Sample]], options: FinetuneOptions, pad_id: int, seed: int, shortened: int = 0
-) -> Split:
-    """Hold a random part of at least two samples out."""
-    samples = [sample for of_one in by_document for sample in of_one]
-    count = min(max(1, round(options.eval_fraction * len(samples))), len(samples) - 1)
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
-    width, classes = max(len(sample.ids) for sample in samples), options.task == "classify"
-    training, held_out = (
-        SampleDataset([samples[i] for i in sorted(chosen)], pad_id, width, classes)
-        for chosen in (order[count:], order[:count])
-    )
-    return Split(training, held_out, len(by_document), max(map(len, by_document)), shortened)

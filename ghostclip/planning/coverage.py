@@ -16,7 +16,6 @@ from typing import Final
 from torch import nn
 
 from ghostclip.capture.call_sites import AT_ONCE_FORM, GENERAL_FORM, CallSite, MatrixProduct, Statistics
-from ghostclip.factors import planner
 from ghostclip.planning.plan import BlockPlanner
 from ghostclip.rules import rule_for
 
@@ -73,31 +72,20 @@ def _clipping(arrived: Statistics, *, count: int, strategy: str) -> int:
         return product + dense_sum
     total = product
     for item in arrived.products:
-        if arrived.materialised or (strategy == "bookkeeping" and stores_gradients(item)):
+        if arrived.materialised or (strategy == "bookkeeping" and item.kept):
             total += item.flops * (strategy != "bookkeeping") + 2 * item.entries
         else:
             total += _norm(item, instantiate=strategy == "fast")[1]
     return total
 
 
-def stores_gradients(item: MatrixProduct) -> bool:
-    """Return whether book-keeping stores a layer's per-sample gradients instead of its two factors."""
-    if item.kept is not None:
-        return item.kept
-    return item.positions > 0 and planner.stores_per_sample(item.positions, item.inputs, item.outputs)
-
-
 def _norm(item: MatrixProduct, *, instantiate: bool) -> tuple[str, int]:
     """Return how all samples' norms of a sum of outer products are formed, and the FLOPs of it."""
-    positions, inputs, outputs = item.positions, item.inputs, item.outputs
-    if positions == 0:
+    if item.positions == 0:
         return "no rows", 0
-    if item.norm is not None and not instantiate:
-        return f"{item.plan}, contract", item.count * item.norm
-    if instantiate or not planner.prefers_gram(positions, inputs, outputs):
+    if instantiate:
         return "instantiate, contract", item.flops
-    plan = "product of two norms, contract" if positions == 1 else "symmetric Gram, contract"
-    return plan, item.count * planner.gram_flops(positions, inputs, outputs)
+    return f"{item.plan}, contract", item.count * item.norm
 
 
 def _stored_bytes(arrived: Statistics, *, count: int, strategy: str) -> int:
@@ -108,7 +96,7 @@ def _stored_bytes(arrived: Statistics, *, count: int, strategy: str) -> int:
         return 0
     if arrived.kind == "general" or (arrived.derived and arrived.materialised):
         return arrived.samples * count * wide
-    if not all(map(stores_gradients, arrived.products)) or not arrived.products or arrived.materialised:
+    if not all(item.kept for item in arrived.products) or not arrived.products or arrived.materialised:
         return arrived.elements * arrived.itemsize
     return sum(item.entries for item in arrived.products) * wide
 
@@ -140,7 +128,7 @@ def _cross(first: Statistics, second: Statistics, *, strategy: str) -> int:
 def _is_factored(item: Statistics, *, strategy: str) -> bool:
     if not item.products or item.materialised or item.kind == "general":
         return False
-    return strategy != "bookkeeping" or not all(map(stores_gradients, item.products))
+    return strategy != "bookkeeping" or not all(product.kept for product in item.products)
 
 
 def _cross_outer(first: MatrixProduct, second: MatrixProduct) -> int:
@@ -160,7 +148,7 @@ def plan_of(arrived: Statistics, *, strategy: str) -> str:
         return "dense"
     if arrived.derived and arrived.materialised:
         return "form per-sample gradient, pull back"
-    if arrived.materialised or (strategy == "bookkeeping" and all(map(stores_gradients, arrived.products))):
+    if arrived.materialised or (strategy == "bookkeeping" and all(item.kept for item in arrived.products)):
         return "keep per-sample gradient" if strategy == "bookkeeping" else "form per-sample gradient"
     return _norm(max(arrived.products, key=lambda item: item.flops), instantiate=strategy == "fast")[0]
 
@@ -182,7 +170,6 @@ class CoverageRow:
     rung: str = ""
     plan: str = ""  # how norm and clipped sum are formed in the largest backward; empty before the first
     cost: Cost = field(default_factory=Cost)
-    axes: str = ""  # which rows of its operations' data belong to which sample, where evidence has decided it
 
     @property
     def name(self) -> str:
@@ -346,7 +333,6 @@ def coverage_of(
                 _joined(_rung(site, name) for site in used),
                 plan + " (budget)" * bought,
                 cost,
-                _joined(_axes(site) for site in used if site.chosen is not None),
             )
         )
     parameters = sum(p.numel() * p.element_size() * (2 if p.requires_grad else 1) for p in model.parameters())
@@ -390,10 +376,3 @@ def _rung(site: CallSite, name: str) -> str:
         rung = "elementwise" if rule_for(site.operation) is None else "rule"
     derived = any(item.derived for item in site.statistics.values() if name in item.names)
     return f"{rung}, derived" if derived else rung
-
-
-def _axes(site: CallSite) -> str:
-    assert site.chosen is not None
-    kind, axis = site.chosen
-    folded = {"major": "folded into axis {}, sample by sample", "minor": "folded into axis {}, samples alternating"}
-    return folded.get(kind, "axis {}").format(axis)

@@ -1,4 +1,4 @@
-"""Choice of layers that keep per-sample gradients beyond those where that costs nothing: a knapsack under a budget.
+"""Choice of layers that keep per-sample gradients beyond those where that costs nothing, under a budget.
 
 A layer with p·d <= T·(p+d) always keeps them. Elsewhere keeping saves the norm's Gram and the second contraction, for
 B·p·d elements in the place of the layer's input and output gradient. What is free for that at every moment of the
@@ -7,8 +7,8 @@ backward follows from its footprint; what it saves from a cost model.
 For less memory than an ordinary step has, blocks are run again in the backward, and some get a second backward. Of a
 chain of blocks the first ones have their gradients last, when factors of all others have gathered: it is they that keep
 their inputs alone, and the first of them whose factors are dropped once their norms are known, to be formed again by a
-second backward of that part. Price: the forward of every block that keeps its inputs alone, once; of a block with a
-second backward twice, and its input gradients again.
+second backward of that part. Price: one forward of every block that keeps its inputs alone, and of a block with a
+second backward two more.
 
 A backward moment by moment, under any choice of blocks that are run again and of where a second backward begins. It is
 read off the graph of a step that keeps the inputs alone of some blocks: of one block of each kind at least the graph
@@ -21,7 +21,7 @@ Shape letters: N samples, T positions, I inputs, O outputs.
 
 import math
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -55,8 +55,6 @@ _VIEWS: Final = (
 
 # What reading or writing one element of 4 bytes costs, in FLOPs: products of layers run at this many for each.
 _MOVED: Final = 64
-# Bytes of an output's gradient from which on a layer counts as one whose products set that cost.
-_SMALL: Final = 1 << 16
 
 
 @dataclass(eq=False)
@@ -181,7 +179,6 @@ class UseMemory(NamedTuple):
 
     gradient: int  # bytes besides its inputs: of its output's gradient, or of per-sample gradients
     with_inputs: bool  # whether its inputs are stored as well
-    work: float = 0.0  # FLOPs of the product in its forward; 0 where it is no product
     matrix: tuple[str, Shape] | None = None  # parameter and sizes of a product with a matrix that is used once
     forming: int = 0  # temporary bytes of forming per-sample gradients, those of a convolution's windows
 
@@ -197,7 +194,7 @@ def memory_of(use: ParamUse, arriving: int, forward: ForwardContext) -> UseMemor
         by_rule = planner.stores_per_sample(positions, inputs, outputs, dtype.itemsize)
         stored = (matrix[1].gradient_bytes, False) if by_rule else (arriving, True)
         once = matrix if forward.use_counts[name] == 1 else None
-        return UseMemory(*stored, 2.0 * samples * positions * inputs * outputs, once)
+        return UseMemory(*stored, once)
     dense = _dense_bytes(use, forward)
     if kernel is None or not forward.batch_size:
         return UseMemory(dense or arriving, not dense)
@@ -207,7 +204,7 @@ def memory_of(use: ParamUse, arriving: int, forward: ForwardContext) -> UseMemor
     if not dense and (small or planner.stores_per_sample(positions, kernel[0].numel(), kernel.shape[0], size)):
         dense = samples * kernel.numel() * max(4, size)
     forming = _windows(use, samples * positions * kernel[0].numel())
-    return UseMemory(dense or arriving, not dense, 2.0 * samples * positions * kernel.numel(), forming=forming)
+    return UseMemory(dense or arriving, not dense, forming=forming)
 
 
 def _windows(use: ParamUse, unfolded: int) -> int:
@@ -284,27 +281,11 @@ class Stretch:
 class Timeline:
     """Memory of a backward at every moment."""
 
-    # operations, in the order of the backward
-    # of blocks in the forward, in order
-    def __init__(self, calls: Sequence[BlockCall], parts: Sequence[Stretch], forward: ForwardContext) -> None:
-        self.calls, self.parts = calls, parts
-        self.steps = [step for part in parts for step in part.steps]
+    def __init__(self, parts: Sequence[Stretch], forward: ForwardContext) -> None:
+        self.calls: Sequence[BlockCall] = forward.blocks  # of blocks, in the order of the forward
+        self.parts = parts
+        self.steps = [step for part in parts for step in part.steps]  # operations, in the order of the backward
         self._unplanned = 4 * forward.unplanned
-
-    def price(self, recomputed: Collection[int], cut: int | None) -> float:
-        """Return the FLOPs of a choice: of forwards that are run again."""
-        # Attention's own products and everything between blocks left out.
-        total = sum(map(self._forward_of, recomputed))
-        # The part behind the cut is run again in either backward, and its input gradients are formed twice.
-        return total + 2 * sum(map(self._forward_of, range(0 if cut is None else cut + 1)))
-
-    def _forward_of(self, call: int) -> float:
-        """Return the cost of a block's forward: products, and writing saved tensors."""
-        steps = [step for part in self.parts if part.call == call for step in part.steps]
-        work = sum(step.memory.work for step in steps)
-        written = sum({key: size for step in steps for key, size in step.saved.items()}.values())
-        matrices = (step.memory.matrix for step in steps if step.arriving >= _SMALL)
-        return work + written * next((matrix[1].moving for matrix in matrices if matrix is not None), 1.0)
 
     def ordinary_peak(self) -> int:
         """Return the peak of the same backward of ordinary training, its gradients included."""
@@ -400,19 +381,19 @@ class Timeline:
         return live, np.array([step.passing for step in self.steps], dtype=float)
 
 
-def timeline_of(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tensor]) -> Timeline | None:
-    """Read the graph of a backward that will start at a loss; None where some kind of block has no unreduced call."""
+def timeline_of(node: Any, forward: ForwardContext, parameters: Iterable[Tensor]) -> Timeline | None:
+    """Read the graph of a backward from a node on; None where some kind of block has no call that can be read."""
     calls: Sequence[BlockCall] = forward.blocks
     constant = addresses(parameters)
     parts: list[Stretch] = []
-    nodes = nodes_in_order(loss.grad_fn)
-    for node, waiting in zip(nodes, passing_of(nodes), strict=True):
-        order = _torch.order_of(node)
-        call = next((number for number, one in enumerate(calls) if one.first <= order < one.last), None)
+    nodes = nodes_in_order(node)
+    for one, waiting in zip(nodes, passing_of(nodes), strict=True):
+        order = _torch.order_of(one)
+        call = next((number for number, block in enumerate(calls) if block.first <= order < block.last), None)
         if not parts or parts[-1].call != call:
             parts.append(Stretch(call))
         if call is None or calls[call].may_be_read:
-            parts[-1].steps.append(_step_of(node, waiting, constant, forward))
+            parts[-1].steps.append(_step_of(one, waiting, constant, forward))
     seen = Counter(address for call in calls for address, _ in set(call.inputs))
     shared = {address for address, count in seen.items() if count > 1}
     measured = {calls[part.call].kind: part for part in parts if part.call is not None and part.steps}
@@ -422,25 +403,17 @@ def timeline_of(loss: Tensor, forward: ForwardContext, parameters: Iterable[Tens
             if like is None or like.call is None:
                 return None
             part.steps = _translated(like.steps, part.call, calls[like.call], calls[part.call], shared)
-    return Timeline(calls, parts, forward)
+    return Timeline(parts, forward)
 
 
-def read_whole(
-    node: Any, forward: ForwardContext, parameters: Iterable[Tensor], *, behind: Sequence[Step] = ()
-) -> Timeline:
-    """Read the graph of a backward from a node on, as one stretch, behind operations that are known."""
-    constant, nodes = addresses(parameters), nodes_in_order(node)
-    steps = [_step_of(one, waiting, constant, forward) for one, waiting in zip(nodes, passing_of(nodes), strict=True)]
-    return Timeline((), [Stretch(None, [*behind, *steps])], forward)
-
-
-def read_from(use: ParamUse, grad: Tensor, parameters: Collection[Tensor]) -> Timeline:
+def timeline_behind(use: ParamUse, grad: Tensor, parameters: Collection[Tensor]) -> Timeline | None:
     """Read the rest of a backward from its first use on, without what the loss itself stored."""
+    rest = timeline_of(use.behind, use.forward, parameters)
     inputs = storages(inputs_of(use), addresses(parameters))
     size = grad.numel() * grad.element_size()
     memory = memory_of(use, size, use.forward)
     first = Step(use, inputs, inputs, size, size, size, None, _names(use), memory)
-    return read_whole(use.behind, use.forward, parameters, behind=[first])
+    return rest and Timeline([Stretch(None, [first]), *rest.parts], use.forward)
 
 
 def _step_of(node: Any, waiting: tuple[int, int], constant: set[int], forward: ForwardContext) -> Step:
@@ -525,20 +498,21 @@ class BlockPlanner:
 
     def decide(self, loss: Tensor, forward: ForwardContext, parameters: Mapping[str, Tensor]) -> Reduction | None:
         """Return the reduction for a backward that is about to run."""
-        # None where the graph does not show what blocks store. Saved tensors of watched blocks are freed where memory
-        # is short of them.
+        # None where the graph does not show what blocks store. This once all blocks run again, those that are watched
+        # too.
         self.latest, self.dropped = None, frozenset()
         known = self._plans.get(forward.input_sizes)
         if known is None:
             with torch.no_grad():
-                read = timeline_of(loss, forward, parameters.values())
+                read = timeline_of(loss.grad_fn, forward, parameters.values())
             if read is None or not any(part.steps for part in read.parts):
                 return None
             cuts = [number for number in range(len(forward.blocks)) if cut_at(number, loss, forward) is not None]
             self._plans[forward.input_sizes] = self._cheapest(read, cuts)
-            known = self._of_this_step(read, cuts)
+            again = frozenset(number for number, call in enumerate(read.calls) if call.recomputed)
+            known = self._best(read, [_Choice(again, cut) for cut in (None, *cuts)])
         for call in forward.blocks:
-            if call.held is not None and call.name in known.blocks:
+            if call.held is not None:
                 call.held.drop_saved()
         self.latest, self.least = known, self._plans[forward.input_sizes]
         return known
@@ -559,22 +533,15 @@ class BlockPlanner:
             behind = 0 if cut is None else sum(number <= cut for number in able)
             choices = [_Choice(frozenset(able[:count]), cut) for count in range(behind, len(able) + 1)]
             fitting.append(_first_that_fits(read, choices, limit))
-        return self._best(read, fitting, limit)
+        return self._best(read, fitting)
 
-    def _of_this_step(self, read: Timeline, cuts: Sequence[int]) -> Reduction:
-        """Return the best reduction for the step whose blocks were watched."""
-        # Only these may still keep their saved tensors.
-        again = frozenset(number for number, call in enumerate(read.calls) if call.recomputed)
-        saved = frozenset(number for number in again if read.calls[number].held is not None)
-        choices = [_Choice(chosen, cut) for cut in (None, *cuts) for chosen in (again - saved, again)]
-        return self._best(read, choices, self.budget * read.ordinary_peak())
-
-    def _best(self, read: Timeline, choices: Sequence["_Choice"], limit: float) -> Reduction:
+    def _best(self, read: Timeline, choices: Sequence["_Choice"]) -> Reduction:
         """Return the cheapest choice that fits; where none fits, the one with the least memory."""
+        limit = self.budget * read.ordinary_peak()
 
         def cost(choice: _Choice) -> tuple[bool, float]:
             peak = read.peak(*choice)
-            return peak > limit, peak if peak > limit else read.price(*choice)
+            return peak > limit, peak if peak > limit else choice.price
 
         best = min(choices, key=cost)
         again = frozenset(read.calls[number].name for number in best.again)
@@ -586,6 +553,11 @@ class _Choice(NamedTuple):
 
     again: frozenset[int]  # numbers of the blocks' calls of which only inputs are stored
     cut: int | None
+
+    @property
+    def price(self) -> int:
+        """How many more forwards of blocks it takes; behind a cut they run again, and gradients are formed twice."""
+        return len(self.again) + (0 if self.cut is None else 2 * (self.cut + 1))
 
 
 def _first_that_fits(read: Timeline, choices: Sequence[_Choice], limit: float) -> _Choice:
@@ -611,7 +583,11 @@ def cut_at(number: int, loss: Tensor, forward: ForwardContext) -> Cut | None:
         leaf = _torch.leaf_of(node)
         if (leaf is None and node in behind) or (leaf is not None and leaf is not anchor):
             return None
-    leading = _leading_to(cut, nodes)
+    # From these a backward leads to the cut.
+    leading = {cut}
+    for node in reversed(nodes_in_order(loss.grad_fn)):
+        if any(following in leading for following, _ in node.next_functions):
+            leading.add(node)
     ends = [GradientEdge(node, 0) for node in before - leading if _ends_at(node, anchor)]
     outside = {name for node, use in uses.items() if node in before for name in use.site.names}
     inside = {name for node, use in uses.items() if node in behind for name in use.site.names}
@@ -623,27 +599,10 @@ def _ends_at(node: Any, anchor: Tensor) -> bool:
     return any(following is not None and _torch.leaf_of(following) is anchor for following, _ in node.next_functions)
 
 
-def _leading_to(cut: Any, nodes: Sequence[Any]) -> set[Any]:
-    """Return the nodes from which a backward leads to a node."""
-    above: dict[Any, list[Any]] = {}
-    for node in nodes:
-        for following, _ in node.next_functions:
-            above.setdefault(following, []).append(node)
-    pending, seen = [cut], set[Any]()
-    while pending:
-        for node in above.get(pending.pop(), []):
-            if node not in seen:
-                seen.add(node)
-                pending.append(node)
-    return seen
-
-
 MEMORY_BUDGET: Final = 1.05
 """The most that book-keeping holds by default, over what an ordinary backward holds."""
 
 _CACHED: Final = 256
-# Into how many parts of the budget sizes are rounded up.
-_UNITS: Final = 1024
 # A per-sample gradient is written into fresh memory, and read for its norm and its sum.
 _PASSES_KEPT: Final = 4
 # Input and output gradient are read by every level of the Gram, and by the contraction.
@@ -675,40 +634,33 @@ class Planner:
             raise InvalidOptionError(f"memory_budget={budget}: expected 1 or more times an ordinary step's memory.")
         self.budget = budget  # peak of a private backward over that of an ordinary one; infinite for no bound
         self.latest: frozenset[str] = frozenset()  # names of the parameters that the latest plan adds to the rule
-        self._plans: OrderedDict[Any, frozenset[str]] = OrderedDict()
-        self._asked: tuple[Any, frozenset[str]] = None, frozenset()
+        self._plans: dict[Any, frozenset[str]] = {}
 
     def before(self, loss: Tensor, forward: ForwardContext, parameters: Mapping[str, Tensor]) -> frozenset[str]:
         """Return the parameters whose per-sample gradients a backward stores although they are the larger form."""
         # None under activation checkpointing, where reading the graph would run it again.
-        return self._plan("before", forward, parameters, lambda: read_whole(loss.grad_fn, forward, parameters.values()))
+        values = parameters.values()
+        return self._plan("before", forward, parameters, lambda: timeline_of(loss.grad_fn, forward, values))
 
     def during(self, use: ParamUse, grad: Tensor, parameters: Mapping[str, Tensor]) -> frozenset[str]:
         """Return the same for a backward that the user has begun, at the first use whose gradient arrives."""
         # What the loss itself stored is not known, so that there may be fewer.
-        return self._plan("during", use.forward, parameters, lambda: read_from(use, grad, parameters.values()))
+        return self._plan("during", use.forward, parameters, lambda: timeline_behind(use, grad, parameters.values()))
 
     def _plan(
-        self, when: str, forward: ForwardContext, parameters: Mapping[str, Tensor], backward: Callable[[], Timeline]
+        self, when: str, forward: ForwardContext, parameters: Mapping[str, Tensor], read: Callable[[], Timeline | None]
     ) -> frozenset[str]:
         if forward.runs_again:
             self.latest = frozenset()
             return self.latest
-        asked = (when, forward.batch_size, forward.uses, forward.unplanned, self.budget)
-        if asked == self._asked[0]:
-            # Step after step, and compared more quickly than hashed.
-            self.latest = self._asked[1]
-            return self.latest
-        key = (when, forward.batch_size, tuple(forward.sizes), forward.unplanned, self.budget)
+        key = (when, forward.batch_size, tuple(forward.uses), forward.unplanned)
         if key not in self._plans:
+            if len(self._plans) == _CACHED:
+                self._plans.clear()
             with torch.no_grad():
-                pays = _may_pay(forward, parameters)
-                self._plans[key] = self._decide(backward(), forward) if pays else frozenset()
-            if len(self._plans) > _CACHED:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(key)
+                backward = read() if _may_pay(forward, parameters) else None
+                self._plans[key] = frozenset() if backward is None else self._decide(backward, forward)
         self.latest = self._plans[key]
-        self._asked = (when, forward.batch_size, [*forward.uses], forward.unplanned, self.budget), self.latest
         return self.latest
 
     def _decide(self, backward: Timeline, forward: ForwardContext) -> frozenset[str]:
@@ -722,7 +674,7 @@ class Planner:
             return frozenset(item.name for item in items if _estimated(item.shape) > 0)
         # What is added stays until the end, so that the tightest later moment counts.
         free = np.minimum.accumulate((limit - backward.live_bytes())[::-1])[::-1].clip(min=0)
-        return _knapsack([(item, _estimated(item.shape)) for item in items], free, limit)
+        return _chosen([(item, _estimated(item.shape)) for item in items], free)
 
 
 def _items(backward: Timeline) -> Iterator[Item]:
@@ -772,28 +724,14 @@ def _pays(shape: Shape) -> bool:
     return not by_rule and _estimated(shape) > 0
 
 
-def _knapsack(items: Sequence[tuple[Item, float]], free: Any, limit: float) -> frozenset[str]:
-    """Choose the items that save most while, at every moment, what was added so far fits."""
-    # Dynamic programming over sizes in parts of the budget, rounded up, in the order in which items arrive: exact but
-    # for the rounding.
-    unit = max(1.0, limit / _UNITS)
-    wanted = [(item, saving) for item, saving in items if saving > 0 and item.needed <= free[item.moment]]
-    best = np.full(_UNITS + 1, -np.inf)
-    best[0] = 0.0
-    taken = []
-    for item, saving in wanted:
-        best[int(free[item.moment] // unit) + 1 :] = -np.inf
-        size = math.ceil(item.added / unit)
-        with_it = np.full_like(best, -np.inf)
-        with_it[size:] = best[: len(best) - size] + saving
-        with_it[int(free[item.moment] // unit) + 1 :] = -np.inf
-        taken.append(with_it > best)
-        best = np.maximum(best, with_it)
-    index, chosen = int(np.argmax(best)), []
-    for (item, _), took in zip(reversed(wanted), reversed(taken), strict=True):
-        if took[index]:
-            chosen.append(item.name)
-            index -= math.ceil(item.added / unit)
+def _chosen(items: Sequence[tuple[Item, float]], free: np.ndarray) -> frozenset[str]:
+    """Choose the items that save most for their bytes while, at every moment, what was added so far fits."""
+    added, chosen = np.zeros_like(free), set[str]()
+    for item, saving in sorted(items, key=lambda one: one[1] / max(1, one[0].added), reverse=True):
+        more = np.where(np.arange(len(free)) < item.moment, 0, item.added)
+        if saving > 0 and item.needed <= free[item.moment] and (added + more <= free)[item.moment :].all():
+            added += more
+            chosen.add(item.name)
     return frozenset(chosen)
 
 

@@ -93,10 +93,6 @@ def named_config(name: str) -> "PretrainedConfig":
 def small_config(config: "PretrainedConfig", *, positions: int) -> "PretrainedConfig":
     """Return the configuration of a stand-in: the same architecture with two layers of width 32."""
     # `positions`: tokens that it must hold.
-    return type(config)(**_overrides(config, positions=positions))
-
-
-def _overrides(config: "PretrainedConfig", *, positions: int) -> dict[str, Any]:
     known = config.to_dict()
     small: dict[str, Any] = {key: _SMALL[key] for key in known if key in _SMALL and isinstance(known[key], int)}
     heads = known.get("num_attention_heads")
@@ -115,7 +111,7 @@ def _overrides(config: "PretrainedConfig", *, positions: int) -> dict[str, Any]:
         part: Any = getattr(config, key, None)
         if key.endswith("_config") and hasattr(part, "to_dict"):
             small[key] = small_config(part, positions=positions).to_dict()
-    return small
+    return type(config)(**small)
 
 
 def build(config: "PretrainedConfig", *, device: str) -> nn.Module:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from contextlib import nullcontext
+from decimal import ROUND_CEILING, ROUND_FLOOR
 
 import numpy as np
 import pytest
@@ -44,8 +44,8 @@ def test_what_is_printed_is_rounded_upwards(command):
     [(2.0, "2", "2"), (1.23451, "1.2346", "1.2345"), (987654.0, "9.8766e+05", "9.8765e+05"), (0.0, "0", "0")],
 )
 def test_numbers_are_rounded_to_their_own_side(value, up, down):
-    assert commands._rounded(value, math.ceil) == up
-    assert commands._rounded(value, math.floor) == down
+    assert commands._rounded(value, ROUND_CEILING) == up
+    assert commands._rounded(value, ROUND_FLOOR) == down
 
 
 def test_samples_epochs_and_a_delta_too_large(command):

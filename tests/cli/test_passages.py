@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from ghostclip.finetune.options import FinetuneOptions
-from ghostclip.finetune.samples import byte_tokens, split_passages
+from ghostclip.finetune.samples import byte_tokens, read_samples
 
 transformers = pytest.importorskip("transformers")
 TOKENS = byte_tokens()
@@ -15,12 +17,19 @@ def text_of(ids):
     return bytes(int(token) - 3 for token in ids if int(token) >= 3).decode("utf-8", errors="replace")
 
 
-def split(documents, *, seed=3, length=11, most=None, fraction=0.25):
-    options = FinetuneOptions(max_passages_per_document=most, eval_fraction=fraction)
-    return split_passages(documents, options, TOKENS, context_length=length, seed=seed)
+@pytest.fixture
+def split(tmp_path):
+    def of(documents, *, seed=3, length=11, fraction=0.25):
+        path = tmp_path / "documents.jsonl"
+        path.write_text("\n".join(json.dumps({"text": text}) for text in documents))
+        return read_samples(
+            FinetuneOptions(data=path, eval_fraction=fraction), TOKENS, context_length=length, seed=seed
+        )
+
+    return of
 
 
-def test_split_is_disjoint_complete_and_fixed_by_the_seed():
+def test_split_is_disjoint_complete_and_fixed_by_the_seed(split):
     documents = ["abcdefghij" * 4, "0123456789" * 3]
     parts = split(documents)
     rows = [text_of(part[i]["input_ids"]) for part in (parts.training, parts.held_out) for i in range(len(part))]

@@ -21,7 +21,7 @@ from ghostclip.compat.opacus.optimizers import (
     DPPerLayerOptimizer,
 )
 from ghostclip.compat.opacus.utils.adaptive_clipping import DPLossFastGradientAdaptiveClipping
-from ghostclip.compat.opacus.utils.batch_splitting_sampler import BatchSplittingSampler
+from ghostclip.compat.opacus.utils.batch_memory_manager import BatchSplittingSampler
 from ghostclip.compat.opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
     DPTensorFastGradientClipping,

@@ -18,12 +18,12 @@ from ghostclip.mechanisms import (
     inverse_of,
     of_inverse,
     optimal,
+    powers,
     sensitivity,
     series,
-    square_root_of_inverse,
 )
 
-COEFFICIENTS = [(1.0, -0.5), (1.0, -0.95), square_root_of_inverse(4), (1.0, 0.3, -0.4), (1.0, -0.2, -0.3, -0.4)]
+COEFFICIENTS = [(1.0, -0.5), (1.0, -0.95), powers(0.5, 4), (1.0, 0.3, -0.4), (1.0, -0.2, -0.3, -0.4)]
 
 
 def lower(column: object, steps: int) -> np.ndarray:
@@ -76,7 +76,7 @@ def test_error_is_that_of_dense_matrices(matrix: Filter, momentum: float, rates:
 
 def test_square_roots_and_inverses() -> None:
     steps = 40
-    root = lower(square_root_of_inverse(steps), steps)
+    root = lower(powers(0.5, steps), steps)
     assert np.allclose(root @ root @ lower(np.ones(steps), steps), np.eye(steps))
     assert np.allclose(
         lower(series(inverse_of(of_inverse((1.0, -0.5, -0.1))), steps), steps) @ lower((1.0, -0.5, -0.1), steps),
@@ -92,7 +92,7 @@ def test_optimal_coefficients_leave_less_than_square_roots_and_than_fewer_bands(
 
     found = optimal("inverse", bands, 400, separation)
     assert len(found[0][0]) == bands
-    assert of(found) < of(of_inverse(square_root_of_inverse(bands))) < of(of_inverse((1.0,)))
+    assert of(found) < of(of_inverse(powers(0.5, bands))) < of(of_inverse((1.0,)))
     assert bands == 2 or of(found) < of(optimal("inverse", bands // 2, 400, separation))
 
 

@@ -185,6 +185,13 @@ def test_a_stage_has_its_blocks_and_holds_factors_of_all_microbatches(folder):
     assert a_sample["clipping"] == (0, pytest.approx(sum(bytes_of.values()) / B, rel=0.05))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_that_split_sequences_clip_what_one_device_does(folder, dtype):
+    """Norms are of whole sequences: each of five ranks has a fifth of their cost."""
+    whole, split = (_values(_plan(folder, mesh, dtype=dtype)[0].flops) for mesh in ("dp=1", "cp=5"))
+    assert split["norms and clipped sums"][1] == pytest.approx(whole["norms and clipped sums"][1] / 5, rel=0.01)
+
+
 def test_meshes_that_make_private_does_not_take_are_planned_and_said(folder):
     for mesh, said in (("replicate=2,cp=5", False), (f"replicate=2,pp={LAYERS}", False), ("dp=2,cp=5", True)):
         found, _ = _plan(folder, mesh, batch_size=12)

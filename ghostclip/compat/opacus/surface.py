@@ -20,8 +20,6 @@ from ghostclip.facade import NO_OP, SHARDED
 
 PACKAGE: Final = "ghostclip.compat.opacus"
 
-_TWO_PASSES = "^.training: GradSampleHooksFastGradientClipping GradSampleModuleFastGradientClipping"
-_ADAPTIVE = "^.training: DPLossFastGradientAdaptiveClipping DPTensorFastGradientAdaptiveClipping"
 _SAMPLERS = "data: UniformWithReplacementSampler=PoissonSampler; .loading: DistributedUniformWithReplacementSampler"
 _REGISTER = "validation.fixers: register_module_fixer register_module_validator"
 _ERRORS = "IllegalModuleConfigurationError ShouldReplaceModuleError UnsupportableModuleError UnsupportedModuleError"
@@ -36,14 +34,13 @@ MODULES: Final[dict[str, str]] = {
     "accountants.rdp": "^accounting: RDPAccountant",
     "accountants.registry": "^accounting: create_accountant register_accountant; accounting.calibration: _ACCOUNTANTS",
     "accountants.utils": "accounting.calibration: MAX_SIGMA get_noise_multiplier",
-    "data_loader": f"data: DPDataLoader EmptyBatchCollate; {_SAMPLERS}; "
+    "data_loader": f"data: DPDataLoader; {_SAMPLERS}; "
     ".loading: CollateFnWithEmpty dtype_safe shape_safe switch_generator wrap_collate_with_empty",
     "distributed": "distributed: DifferentiallyPrivateDistributedDataParallel",
-    "grad_sample": "facade: MODES PrivateCriterion PrivateLoss strategy_of",
-    "grad_sample.fast_gradient_clipping": _TWO_PASSES,
     "grad_sample.functorch": ".training: make_functional",
     "grad_sample.grad_sample_module": "^facade: GradSampleHooks GradSampleModule",
-    "grad_sample.grad_sample_module_fast_gradient_clipping": _TWO_PASSES,
+    "grad_sample.grad_sample_module_fast_gradient_clipping": "^.training: "
+    "GradSampleHooksFastGradientClipping GradSampleModuleFastGradientClipping",
     "grad_sample.gsm_base": "^facade: AbstractGradSampleHooks=GradSampleHooks "
     "AbstractGradSampleModule=GradSampleModule",
     "grad_sample.gsm_exp_weights": "^facade: GradSampleModuleExpandedWeights=GradSampleModule",
@@ -53,7 +50,7 @@ MODULES: Final[dict[str, str]] = {
     "layers.dp_rnn": "^.functions: DPGRU DPGRUCell DPLSTM DPLSTMCell DPRNN DPRNNCell RNNLinear",
     "layers.param_rename": "^.functions: RenameParamsMixin",
     "lightning": "data: DPDataLoader; integrations.lightning: DPLightningDataModule",
-    "optimizers": "optim: BatchToken MemberOptimizer release_of",
+    "optimizers": ".training: get_optimizer_class",
     "optimizers.adaclipoptimizer": "^.training: AdaClipDPOptimizer",
     "optimizers.ddp_perlayeroptimizer": "^.training: DistributedPerLayerOptimizer=DistributedDPOptimizer "
     "SimpleDistributedPerLayerOptimizer=DistributedDPOptimizer",
@@ -64,28 +61,22 @@ MODULES: Final[dict[str, str]] = {
     "optimizers.optimizer_fast_gradient_clipping": "^optim: DPOptimizerFastGradientClipping=DPOptimizer",
     "optimizers.perlayeroptimizer": "^.training: DPPerLayerOptimizer",
     "optimizers.utils": ".functions: params",
-    "optimizers.variants": "^.training: AdaClipDPOptimizer DPPerLayerOptimizer DistributedDPOptimizer "
-    "get_optimizer_class",
     "privacy_engine": "optim: DPOptimizer; engine: PrivacyEngine; accounting: create_accountant",
     "schedulers.grad_clip_scheduler": "^.training: ExponentialGradClip LambdaGradClip StepGradClip",
     "schedulers.noise_scheduler": "^.training: ExponentialNoise LambdaNoise StepNoise",
     "scripts.compute_dp_sgd_privacy": ".functions: compute_dp_sgd_privacy main steps_of",
-    "utils.adaptive_clipping.adaptive_clipping_utils": f"{_ADAPTIVE} PrivacyEngineAdaptiveClipping",
-    "utils.adaptive_clipping.losses": _ADAPTIVE,
+    "utils.adaptive_clipping.adaptive_clipping_utils": "^.training: DPLossFastGradientAdaptiveClipping "
+    "DPTensorFastGradientAdaptiveClipping PrivacyEngineAdaptiveClipping",
     "utils.batch_memory_manager": "data.physical_batches: BatchMemoryManager; optim: DPOptimizer; "
     ".loading: BatchSplittingSampler wrap_data_loader",
-    "utils.batch_splitting_sampler": ".loading: BatchSplittingSampler",
-    "utils.fast_gradient_clipping_utils": ".training: DPLossFastGradientClipping DPTensorFastGradientClipping "
-    "common_clipper",
+    "utils.fast_gradient_clipping_utils": ".training: DPLossFastGradientClipping DPTensorFastGradientClipping",
     "utils.fsdp_utils": ".functions: has_params has_trainable_params=requires_grad iterate_submodules",
     "utils.module_utils": ".functions: are_state_dict_equal clone_module get_submodule "
     "has_trainable_params=requires_grad parametrized_modules requires_grad trainable_modules trainable_parameters",
     "utils.packed_sequences": ".functions: compute_seq_lengths",
-    "utils.per_sample_gradients_utils": "validation.layer_check: Comparison Report=LayerReport "
-    "compute_grad_sample is_batch_empty "
-    "check_per_sample_gradients_are_correct compute_microbatch_grad_sample per_sample_gradient_report "
-    "compute_opacus_grad_sample=compute_grad_sample; .functions: clone_module "
-    "compute_grad_samples_microbatch_and_opacus get_grad_sample_modes",
+    "utils.per_sample_gradients_utils": "validation.layer_check: is_batch_empty check_per_sample_gradients_are_correct "
+    "compute_microbatch_grad_sample compute_opacus_grad_sample=compute_grad_sample; "
+    ".functions: clone_module compute_grad_samples_microbatch_and_opacus get_grad_sample_modes",
     "utils.tensor_utils": ".functions: calc_sample_norms calc_sample_norms_one_layer sum_over_all_but_batch_and_last_n",
     "utils.uniform_sampler": _SAMPLERS,
     "validators": ".validators: batch_norm instance_norm",
