@@ -472,6 +472,11 @@ class Substitution:
         """Make any gradient that reaches the parameter past the engine an error."""
         if id(parameter) in self._guards:
             return
+        if nn.parameter.is_lazy(parameter):
+            raise UnsupportedModelError(
+                f"parameter '{name}' has no shape yet (a lazy module). Call the model once with a batch, then build "
+                "the optimizer."
+            )
 
         def refuse(grad: Tensor) -> None:
             raise UncoveredParameterError(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from ghostclip import PrivacyEngine
+from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.accounting.calibration import DEFAULT_ACCOUNTANT, BestAccountant
 from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.errors import (
@@ -295,3 +295,11 @@ def test_expected_batches_without_records_release_noise():
     assert len(engine.accountant) == len(sizes) == 40
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert math.isfinite(engine.get_epsilon(DELTA))
+
+
+def test_parameters_without_a_shape_are_refused_until_they_have_one():
+    model = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(UnsupportedModelError, match=r"'0\.weight' has no shape yet .* Call the model once"):
+        GhostClipper(model, max_grad_norm=1.0)
+    model(torch.zeros(1, 3))
+    GhostClipper(model, max_grad_norm=1.0).remove()
