@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import cache
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -107,30 +108,13 @@ class PrivateSampler(Sampler[list[int]]):
         """The scheme that is drawn from; fixed, as the account goes by it."""
         return self._scheme
 
-    @property
-    def num_samples(self) -> int:
-        """N, the number of records."""
-        return self.scheme.num_samples
-
-    @property
-    def sample_rate(self) -> float:
-        """Probability q of the accounting event."""
-        return self.scheme.event.sample_rate
-
-    @property
-    def steps(self) -> int:
-        """Batches per epoch."""
-        return self.scheme.steps
-
-    @property
-    def expected_batch_size(self) -> float:
-        """Records in a batch on average, over all replicas: the public constant that sums are divided by."""
-        return self.scheme.expected_batch_size
-
-    @property
-    def event(self) -> SamplingEvent:
-        """The accounting event of a step (of shuffled batches: an epoch)."""
-        return self.scheme.event
+    num_samples = property(attrgetter("scheme.num_samples"), doc="N, the number of records.")
+    sample_rate = property(attrgetter("scheme.event.sample_rate"), doc="Probability q of the accounting event.")
+    steps = property(attrgetter("scheme.steps"), doc="Batches per epoch.")
+    event = property(attrgetter("scheme.event"), doc="The accounting event of a step (of shuffled batches: an epoch).")
+    expected_batch_size = property(
+        attrgetter("scheme.expected_batch_size"), doc="Records in a batch of all replicas on average; public."
+    )
 
     @property
     def periods_begun(self) -> int:
@@ -508,13 +492,18 @@ def moved(batch: Any, device: torch.device) -> Any:
     """Return a nested batch moved to a device."""
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
-    if isinstance(batch, Mapping):
-        made = {key: moved(value, device) for key, value in batch.items()}
-        return made if type(batch) is dict else type(batch)(made)  # type: ignore[call-arg]
-    if isinstance(batch, (list, tuple)):
-        entries = [moved(entry, device) for entry in batch]
-        return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
-    return batch
+    return with_entries(batch, lambda entry: moved(entry, device))
+
+
+def with_entries(item: Any, call: Callable[[Any], Any]) -> Any:
+    """Return a mapping, list or tuple of the same kind with every entry replaced; any other value as it is."""
+    if isinstance(item, Mapping):
+        made = {key: call(value) for key, value in item.items()}
+        return made if type(item) is dict else type(item)(made)  # type: ignore[call-arg]
+    if isinstance(item, (list, tuple)):
+        entries = [call(entry) for entry in item]
+        return type(item)(*entries) if hasattr(item, "_fields") else type(item)(entries)
+    return item
 
 
 logger = logging.getLogger(__name__)
