@@ -407,14 +407,7 @@ def started(start: Callable[[], Iterator[Any]], *, resuming: bool) -> Iterator[A
         torch.set_rng_state(state)
 
 
-class DealtOut(DistributedSampler[Any]):
-    """Sampler that marks a loader as already dealing records out to ranks; nothing is drawn from it."""
-
-    def __init__(self, dataset: Dataset[Any], *, rank: int, replicas: int) -> None:
-        super().__init__(dataset, num_replicas=replicas, rank=rank, shuffle=False)
-
-
-class TakenAsItIs:
+class TakenAsItIs(DataLoader[Any]):
     """A loader that frameworks take as it is.
 
     Attributes:
@@ -434,9 +427,9 @@ class TakenAsItIs:
             replicas: Ranks that share each batch.
         """
         self._as_it_is = True
-        if replicas > 1 and isinstance(self, DataLoader):
-            # Past torch's refusal to exchange a sampler: batches come from the batch sampler.
-            vars(self)["sampler"] = DealtOut(self.dataset, rank=rank, replicas=replicas)
+        if replicas > 1:
+            # Past torch's refusal to exchange a sampler: nothing is drawn from it, it marks that records are dealt out.
+            vars(self)["sampler"] = DistributedSampler(self.dataset, num_replicas=replicas, rank=rank, shuffle=False)
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -451,18 +444,11 @@ class TakenAsItIs:
         """Take accelerate's own mark; a loader that it has made anew is another object."""
         self._as_it_is = self._as_it_is or value
 
-    def handed_out(self, start: Callable[[], Iterator[Any]], sampler: Any) -> Iterator[Any]:
-        """Yield the batches of a pass where they belong, each counted as received, until it is stopped.
-
-        Args:
-            start: Begins the pass.
-            sampler: The batch sampler, which is told what was received.
-
-        Yields:
-            The batches.
-        """
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield the batches of a pass, or the rest of one, where they belong, each counted as received."""
+        sampler: Any = self.batch_sampler
         with sampler.tracking():
-            batches = start()
+            batches = started(super().__iter__, resuming=getattr(sampler, "resuming", False))
             if getattr(self, "persistent_workers", False) and not hasattr(self, "_keeps"):
                 # Where the garbage collector takes both at once, the queues go before workers are told by them to end.
                 self._keeps = weakref.finalize(self, id, batches)
@@ -509,7 +495,7 @@ def with_entries(item: Any, call: Callable[[Any], Any]) -> Any:
 logger = logging.getLogger(__name__)
 
 
-class DPDataLoader(TakenAsItIs, DataLoader):
+class DPDataLoader(TakenAsItIs):
     """Loader in which every record joins every batch independently with probability `sample_rate`, or as a scheme says.
 
     Everything else (workers, pinned memory, collate function) is torch's. A batch without records is delivered too,
@@ -669,11 +655,6 @@ class DPDataLoader(TakenAsItIs, DataLoader):
                 **worker_options(data_loader),
                 pin_memory_device=data_loader.pin_memory_device,
             )
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield one epoch of batches, or the rest of an interrupted one."""
-        sampler, begin = self.private_sampler, super().__iter__
-        return self.handed_out(lambda: started(begin, resuming=sampler.resuming), sampler)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's key and how many batches were delivered (not: prefetched).

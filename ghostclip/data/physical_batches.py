@@ -454,7 +454,7 @@ def _collated(batch: Any) -> Any:
     return batch
 
 
-class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
+class PhysicalBatchLoader(TakenAsItIs):
     """Loader of physical batches that tells the optimizer which of them complete a logical batch."""
 
     # A loop that is left early (break, an exception) leaves nothing behind: what was accumulated of its unfinished
@@ -490,7 +490,7 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
         try:
             with nullcontext() if draws is None else sampler.tracking():
                 # Workers fetch as soon as they are started.
-                for token, batch in started(super().__iter__, resuming=resuming):
+                for token, batch in started(partial(DataLoader.__iter__, self), resuming=resuming):
                     if draws is not None and token.chunk == 0:
                         # A checkpoint knows by it where to resume.
                         sampler.mark_delivered()

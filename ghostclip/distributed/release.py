@@ -33,7 +33,7 @@ from ghostclip.distributed.weights import (
 )
 from ghostclip.errors import InvalidOptionError
 from ghostclip.kernels.sums import content_prints, read_prints
-from ghostclip.noise.keyed import KeyedNoise, NoiseSource, add_noise_, copy_back_, draws_at_once, packs, skip_noise
+from ghostclip.noise.keyed import KeyedNoise, NoiseSource, add_noise_, copy_back_, draws_at_once, packs
 
 _BUCKET: Final = 25 << 20
 """Bytes of sums that are reduced together, as torch's DistributedDataParallel has them."""
@@ -68,7 +68,8 @@ def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise
     elif rank == 0:
         add_noise_(source, partials, std)
     elif std > 0:
-        skip_noise(source, partials)
+        for _ in filter(torch.Tensor.numel, partials):
+            source.skip()
     add_up_(partials, group)
 
 

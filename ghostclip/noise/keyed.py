@@ -585,13 +585,6 @@ class KeyedNoise:
         self._take_note()
 
 
-def skip_noise(source: KeyedNoise, tensors: Sequence[torch.Tensor]) -> None:
-    """Skip the noise of `add_noise_`, which another rank adds to tensors of the same sizes and dtypes."""
-    calls = packs(tensors, source._block_size) if draws_at_once(source) else [t for t in tensors if t.numel()]
-    for _ in calls:
-        source.skip()
-
-
 def cut(tensor_N: torch.Tensor, elements: slice) -> torch.Tensor:
     """Return a view of a range of a tensor, or the tensor itself where that is all of it."""
     count = elements.stop - elements.start

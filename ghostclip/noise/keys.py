@@ -60,9 +60,10 @@ class Owner:
         is a continuation, and is not.
     """
 
-    def __init__(self, holder: object) -> None:
-        self._holder: weakref.ref[object] | None = weakref.ref(holder)
-        self._process: _Process | None = _this_process()
+    def __init__(self, holder: object | None) -> None:
+        # None: a copy or pickle, which belongs to nobody.
+        self._holder = None if holder is None else weakref.ref(holder)
+        self._process = None if holder is None else _this_process()
 
     def require(self, holder: object, *, remedy: str) -> None:
         """Refuse a copy of the object, and another process; ``remedy`` is a sentence of what to do instead."""
@@ -89,14 +90,7 @@ class Owner:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return a copy or pickle that belongs to no process yet."""
-        return (_nobody, ())
-
-
-def _nobody() -> Owner:
-    """Return an owner that refuses everything, for copies and pickles."""
-    owner = Owner.__new__(Owner)
-    owner._holder = owner._process = None
-    return owner
+        return Owner, (None,)
 
 
 class RandomKey:

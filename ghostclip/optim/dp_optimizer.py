@@ -563,9 +563,8 @@ class DPOptimizer(WrappedOptimizer):
         """
         self._require_gradient()
 
-    def accumulate(self) -> None:
-        """The same under the name of Opacus's two-pass optimizer."""
-        self.clip_and_accumulate()
+    # The name of Opacus's two-pass optimizer.
+    accumulate = clip_and_accumulate
 
     @torch.no_grad()
     def add_noise(self) -> None:

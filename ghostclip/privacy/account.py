@@ -243,7 +243,8 @@ class Account:
 
     def _begin_with(self, ledger: LedgerFile) -> None:
         """Charge the releases that a ledger holds."""
-        self.accountant.relation = _relation(ledger.mechanisms, default=self.accountant.relation)
+        relations = [str(m["relation"]) for m in ledger.mechanisms if "relation" in m]
+        self.accountant.relation = relations[-1] if relations else self.accountant.relation
         self._set_charges(total(ledger.entries))
         self.discrete(max((int(m.get("coordinates", 0)) for m in ledger.mechanisms), default=0))
         for entry in ledger.entries:
@@ -595,12 +596,6 @@ class Account:
         """Return the run that a release belongs to: a digest of the optimizer's noise key, 16 hexadecimal digits."""
         key = optimizer.noise_source.state_dict()["key"]
         return hashlib.sha256(f"ghostclip run {key}".encode()).hexdigest()[:16]
-
-
-def _relation(mechanisms: Sequence[Mapping[str, Any]], *, default: str) -> str:
-    """Return the neighbouring relation of a ledger's segments, ``default`` where they do not say."""
-    said = [str(m["relation"]) for m in mechanisms if "relation" in m]
-    return said[-1] if said else default
 
 
 def _charges_in(state: Mapping[str, Any], relation: str) -> list[Charge]:
