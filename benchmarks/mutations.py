@@ -135,7 +135,7 @@ MUTATIONS = (
              "    os.fsync(descriptor)\n\n\ndef _folder", "    del descriptor\n\n\ndef _folder",
              "optim/test_step_faults.py privacy/test_ledger_file.py"),
     Mutation("chain not checked", "a changed ledger is refused", "privacy/ledger_file.py",
-             "if written != _hash_of(body, after.chained).encode():", "if not written:",
+             "return written == _hash_of(body, after.chained).encode()", "return bool(written)",
              "privacy/test_ledger_file.py privacy/test_corruptions.py"),
     Mutation("RDP divided by α", "ε is an upper bound (RDP)", "accounting/rdp.py",
              "return log_a / (orders - 1) *", "return log_a / orders *", "accounting/test_rdp_curve.py"),

@@ -19,7 +19,7 @@ from ghostclip import _torch, _validate
 from ghostclip.capture.ranks import set_sums_added_elsewhere
 from ghostclip.clipper import GhostClipper, Reduction
 from ghostclip.clipping.policies import ClipPolicy
-from ghostclip.data.loader import PrivateSampler, TakenAsItIs, worker_options
+from ghostclip.data.loader import PrivateSampler, TakenAsItIs, refuse_invented_records, worker_options
 from ghostclip.distributed import Pipeline, ShardedModel
 from ghostclip.distributed.agreement import noting, refusals_shared, require_agreement, world_size
 from ghostclip.distributed.release import noise_for
@@ -171,11 +171,7 @@ def noise_level_of(noise_level: str | None, *, secure_mode: bool) -> str:
 
 def check_options(options: Options, noise_level: str) -> None:
     """Refuse options that Opacus offers and this engine does not."""
-    if options.rand_on_empty:
-        raise InvalidOptionError(
-            "rand_on_empty=True would train on dummy records. Leave it out: a batch without records has tensors "
-            "of length 0 and becomes a step of pure noise."
-        )
+    refuse_invented_records(rand_on_empty=options.rand_on_empty)
     if options.noise_generator is not None and noise_level != "fast":
         raise InvalidOptionError(
             f"noise_generator with noise_level={noise_level!r} (secure_mode): secure noise cannot be reproduced."

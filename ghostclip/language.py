@@ -33,7 +33,6 @@ class Task:
     # from (logits and the like, labels by name, config, label smoothing) to the losses, (B,)
     losses: Callable[[Any, Mapping[str, Tensor], Any, float], Tensor]
     labels: tuple[str, ...] = ("labels",)  # names of the inputs that only the loss needs
-    smooths: bool = True  # whether label smoothing is defined for it
     # of a language model, whose head may do without logits, which token a position predicts: the "next" one or the one
     # in its "place"
     predicts: Literal["", "next", "place"] = ""
@@ -453,8 +452,6 @@ def losses_of(
             f"the batch has no {missing[0]!r} (it has {', '.join(inputs)}): the loss of {type(model).__name__} needs "
             f"it. Let the collator make it (remove_unused_columns=False keeps columns of other names), or {OWN}."
         )
-    if smoothing and not task.smooths:
-        raise LossReductionError(f"label_smoothing_factor={smoothing}: not defined for {type(model).__name__}.")
     labels = {name: inputs[name] for name in task.labels}
     bare = without_adapters(model)
     if fused:

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -39,12 +39,6 @@ from ghostclip.accounting.history import (
 from ghostclip.accounting.pairs import Cells, DiscretePair, SampledGaussian, allocated, discretised
 from ghostclip.accounting.solve import Bounds, epsilon_bounds
 from ghostclip.errors import InvalidOptionError
-
-
-class NoisyOptimizer(Protocol):
-    """Optimizer as far as the step hook reads it."""
-
-    noise_multiplier: float
 
 
 class IAccountant(abc.ABC):
@@ -82,7 +76,7 @@ class IAccountant(abc.ABC):
     def mechanism(cls) -> str:
         """Return the name under which `create_accountant` finds this accountant."""
 
-    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[NoisyOptimizer], None]:
+    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
         """Return an optimizer step hook that records a step.
 
         Args:
@@ -99,7 +93,7 @@ class IAccountant(abc.ABC):
         """
         rate = checked_sample_rate(sample_rate)
 
-        def hook(optimizer: NoisyOptimizer) -> None:
+        def hook(optimizer: Any) -> None:
             passes = int(getattr(optimizer, "accumulated_iterations", 1))
             if passes < 1:
                 raise InvalidOptionError(f"accumulated_iterations={passes}: a step releases at least one pass.")

@@ -82,29 +82,30 @@ class DPAccountingAccountant(Accountant):
         """Return dp-accounting's ε, and our lower bound."""
         delta = probability(delta, "delta")
         history = self.whole_history()
-        epsilon = 0.0 if history.participation <= delta else float(self._composed().get_epsilon(delta))
+        epsilon = 0.0 if history.participation <= delta else float(_by_dp_accounting(history).get_epsilon(delta))
         upper = math.inf if math.isnan(epsilon) else max(0.0, epsilon)
         return Bounds(min(upper, pld_epsilon(history, delta).lower), upper)
 
-    def _composed(self) -> Any:
-        try:
-            import dp_accounting
-            from dp_accounting.pld import PLDAccountant
-        except ImportError as error:
-            raise InvalidOptionError(
-                "accountant='dp_accounting' needs the package dp-accounting: pip install dp-accounting."
-            ) from error
-        history = self.whole_history()
-        if history.truncated or history.allocated or history.relation == "replace_one":
-            raise InvalidOptionError(
-                "accountant='dp_accounting': here it knows Poisson and full-batch steps, and zero_out or add_remove. "
-                "Use the default accountant."
-            )
-        accountant = PLDAccountant()
-        for (sigma, rate), count in history.steps:
-            event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
-            accountant.compose(event, count)
-        return accountant
+
+def _by_dp_accounting(history: History) -> Any:
+    """Return dp-accounting's accountant of a history."""
+    try:
+        import dp_accounting
+        from dp_accounting.pld import PLDAccountant
+    except ImportError as error:
+        raise InvalidOptionError(
+            "accountant='dp_accounting' needs the package dp-accounting: pip install dp-accounting."
+        ) from error
+    if history.truncated or history.allocated or history.relation == "replace_one":
+        raise InvalidOptionError(
+            "accountant='dp_accounting': here it knows Poisson and full-batch steps, and zero_out or add_remove. "
+            "Use the default accountant."
+        )
+    accountant = PLDAccountant()
+    for (sigma, rate), count in history.steps:
+        event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
+        accountant.compose(event, count)
+    return accountant
 
 
 MATTERS = 1e-3
@@ -344,12 +345,17 @@ def get_steps(
             f"target_epsilon={target:g}: one step with noise multiplier {sigma:g} exceeds it; "
             "use more noise, a smaller sample rate, or allow a larger epsilon or delta."
         )
-    low, high = 1, 2
-    while high < MOST_STEPS and fits(high):
-        low, high = high, 4 * high
-    high = min(high, MOST_STEPS)
+    return most_that_fit(fits, most=MOST_STEPS - 1)
+
+
+def most_that_fit(fits: Callable[[int], bool], *, most: int) -> int:
+    """Return the largest number of steps, up to `most`, of which `fits` says so, by doubling and halving."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
     while high - low > 1:
-        middle = round(math.sqrt(low * high)) if high > 2 * low + 2 else (low + high) // 2
+        middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import cache
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -107,30 +108,13 @@ class PrivateSampler(Sampler[list[int]]):
         """The scheme that is drawn from; fixed, as the account goes by it."""
         return self._scheme
 
-    @property
-    def num_samples(self) -> int:
-        """N, the number of records."""
-        return self.scheme.num_samples
-
-    @property
-    def sample_rate(self) -> float:
-        """Probability q of the accounting event."""
-        return self.scheme.event.sample_rate
-
-    @property
-    def steps(self) -> int:
-        """Batches per epoch."""
-        return self.scheme.steps
-
-    @property
-    def expected_batch_size(self) -> float:
-        """Records in a batch on average, over all replicas: the public constant that sums are divided by."""
-        return self.scheme.expected_batch_size
-
-    @property
-    def event(self) -> SamplingEvent:
-        """The accounting event of a step (of shuffled batches: an epoch)."""
-        return self.scheme.event
+    num_samples = property(attrgetter("scheme.num_samples"), doc="N, the number of records.")
+    sample_rate = property(attrgetter("scheme.event.sample_rate"), doc="Probability q of the accounting event.")
+    steps = property(attrgetter("scheme.steps"), doc="Batches per epoch.")
+    event = property(attrgetter("scheme.event"), doc="The accounting event of a step (of shuffled batches: an epoch).")
+    expected_batch_size = property(
+        attrgetter("scheme.expected_batch_size"), doc="Records in a batch of all replicas on average; public."
+    )
 
     @property
     def periods_begun(self) -> int:
@@ -423,14 +407,7 @@ def started(start: Callable[[], Iterator[Any]], *, resuming: bool) -> Iterator[A
         torch.set_rng_state(state)
 
 
-class DealtOut(DistributedSampler[Any]):
-    """Sampler that marks a loader as already dealing records out to ranks; nothing is drawn from it."""
-
-    def __init__(self, dataset: Dataset[Any], *, rank: int, replicas: int) -> None:
-        super().__init__(dataset, num_replicas=replicas, rank=rank, shuffle=False)
-
-
-class TakenAsItIs:
+class TakenAsItIs(DataLoader[Any]):
     """A loader that frameworks take as it is.
 
     Attributes:
@@ -450,9 +427,9 @@ class TakenAsItIs:
             replicas: Ranks that share each batch.
         """
         self._as_it_is = True
-        if replicas > 1 and isinstance(self, DataLoader):
-            # Past torch's refusal to exchange a sampler: batches come from the batch sampler.
-            vars(self)["sampler"] = DealtOut(self.dataset, rank=rank, replicas=replicas)
+        if replicas > 1:
+            # Past torch's refusal to exchange a sampler: nothing is drawn from it, it marks that records are dealt out.
+            vars(self)["sampler"] = DistributedSampler(self.dataset, num_replicas=replicas, rank=rank, shuffle=False)
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -467,18 +444,11 @@ class TakenAsItIs:
         """Take accelerate's own mark; a loader that it has made anew is another object."""
         self._as_it_is = self._as_it_is or value
 
-    def handed_out(self, start: Callable[[], Iterator[Any]], sampler: Any) -> Iterator[Any]:
-        """Yield the batches of a pass where they belong, each counted as received, until it is stopped.
-
-        Args:
-            start: Begins the pass.
-            sampler: The batch sampler, which is told what was received.
-
-        Yields:
-            The batches.
-        """
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield the batches of a pass, or the rest of one, where they belong, each counted as received."""
+        sampler: Any = self.batch_sampler
         with sampler.tracking():
-            batches = start()
+            batches = started(super().__iter__, resuming=getattr(sampler, "resuming", False))
             if getattr(self, "persistent_workers", False) and not hasattr(self, "_keeps"):
                 # Where the garbage collector takes both at once, the queues go before workers are told by them to end.
                 self._keeps = weakref.finalize(self, id, batches)
@@ -511,19 +481,24 @@ def moved(batch: Any, device: torch.device) -> Any:
     """Return a nested batch moved to a device."""
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
-    if isinstance(batch, Mapping):
-        made = {key: moved(value, device) for key, value in batch.items()}
-        return made if type(batch) is dict else type(batch)(made)  # type: ignore[call-arg]
-    if isinstance(batch, (list, tuple)):
-        entries = [moved(entry, device) for entry in batch]
-        return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
-    return batch
+    return with_entries(batch, lambda entry: moved(entry, device))
+
+
+def with_entries(item: Any, call: Callable[[Any], Any]) -> Any:
+    """Return a mapping, list or tuple of the same kind with every entry replaced; any other value as it is."""
+    if isinstance(item, Mapping):
+        made = {key: call(value) for key, value in item.items()}
+        return made if type(item) is dict else type(item)(made)  # type: ignore[call-arg]
+    if isinstance(item, (list, tuple)):
+        entries = [call(entry) for entry in item]
+        return type(item)(*entries) if hasattr(item, "_fields") else type(item)(entries)
+    return item
 
 
 logger = logging.getLogger(__name__)
 
 
-class DPDataLoader(TakenAsItIs, DataLoader):
+class DPDataLoader(TakenAsItIs):
     """Loader in which every record joins every batch independently with probability `sample_rate`, or as a scheme says.
 
     Everything else (workers, pinned memory, collate function) is torch's. A batch without records is delivered too,
@@ -683,11 +658,6 @@ class DPDataLoader(TakenAsItIs, DataLoader):
                 **worker_options(data_loader),
                 pin_memory_device=data_loader.pin_memory_device,
             )
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield one epoch of batches, or the rest of an interrupted one."""
-        sampler, begin = self.private_sampler, super().__iter__
-        return self.handed_out(lambda: started(begin, resuming=sampler.resuming), sampler)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's key and how many batches were delivered (not: prefetched).

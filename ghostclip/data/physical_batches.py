@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from ghostclip import _validate
 from ghostclip._memory import PeakMemory, available_bytes, is_out_of_memory
 from ghostclip.checks.dependence import batch_axis_of, record_shared
-from ghostclip.data.loader import PrivateSampler, Records, TakenAsItIs, started, worker_options
+from ghostclip.data.loader import PrivateSampler, Records, TakenAsItIs, started, with_entries, worker_options
 from ghostclip.errors import DataError, InvalidOptionError, MissingGradientError
 from ghostclip.optim import BatchToken, DPOptimizer, private_optimizer
 from ghostclip.optim.draws import DrawLog
@@ -220,8 +220,9 @@ def fixed_size_of(max_physical_batch_size: int | str, memory_budget: int | None)
     return FixedSize(size)
 
 
-def learned_size(expected_batch_size: float, memory_budget: int | None, device: torch.device) -> LearnedSize:
+def learned_size(optimizer: DPOptimizer, expected_batch_size: float, memory_budget: int | None) -> LearnedSize:
     """Return a size that is learned within a memory budget, by default `DEFAULT_SHARE` of what is available now."""
+    device = optimizer.params[0].device
     if memory_budget is None and device.type == "cuda":
         memory_budget = int(DEFAULT_SHARE * (available_bytes(device) or 0))
     limit = memory_limit(device, memory_budget)
@@ -290,14 +291,10 @@ def rows_of(batch: Any, size: int, rows: slice, *, axis: int = 0) -> Any:
                 return item
             sliced.append(True)
             return item[rows] if dim == 0 else item.narrow(dim, rows.start, rows.stop - rows.start)
-        if isinstance(item, Mapping):
-            picked = {key: pick(value) for key, value in item.items()}
-            return picked if type(item) is dict else type(item)(picked)  # type: ignore[call-arg]
-        if isinstance(item, (list, tuple)):
-            plain = len(item) == size and not any(isinstance(entry, (torch.Tensor, list, tuple)) for entry in item)
-            entries = item[rows] if plain else [pick(entry) for entry in item]
-            return type(item)(*entries) if hasattr(item, "_fields") else type(item)(entries)
-        return item
+        one_each = isinstance(item, (list, tuple)) and not hasattr(item, "_fields") and len(item) == size
+        if one_each and not any(isinstance(entry, (torch.Tensor, list, tuple)) for entry in item):
+            return type(item)(item[rows])
+        return with_entries(item, pick)
 
     picked = pick(batch)
     if not sliced:
@@ -385,8 +382,8 @@ class PhysicalBatches:
     def _sizes(self) -> SizePolicy:
         """Return the policy of sizes, made at the first batch."""
         if self._policy is None:
-            device = self._optimizer.params[0].device
-            self._policy = learned_size(self._optimizer.expected_batch_size or 1e6, self._memory_budget, device)
+            expected = self._optimizer.expected_batch_size or 1e6
+            self._policy = learned_size(self._optimizer, expected, self._memory_budget)
         return self._policy
 
 
@@ -457,7 +454,7 @@ def _collated(batch: Any) -> Any:
     return batch
 
 
-class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
+class PhysicalBatchLoader(TakenAsItIs):
     """Loader of physical batches that tells the optimizer which of them complete a logical batch."""
 
     # A loop that is left early (break, an exception) leaves nothing behind: what was accumulated of its unfinished
@@ -493,7 +490,7 @@ class PhysicalBatchLoader(TakenAsItIs, DataLoader[Any]):
         try:
             with nullcontext() if draws is None else sampler.tracking():
                 # Workers fetch as soon as they are started.
-                for token, batch in started(super().__iter__, resuming=resuming):
+                for token, batch in started(partial(DataLoader.__iter__, self), resuming=resuming):
                     if draws is not None and token.chunk == 0:
                         # A checkpoint knows by it where to resume.
                         sampler.mark_delivered()
@@ -618,22 +615,15 @@ class BatchMemoryManager:
         return self._policy.size
 
     def __enter__(self) -> PhysicalBatchLoader:
+        records: Any = self.data_loader.dataset
+        expected = self.optimizer.expected_batch_size or float(len(records))
         if self._policy is None:
-            device = self.optimizer.params[0].device
-            self._policy = learned_size(self._expected_batch_size(), self._memory_budget, device)
+            self._policy = learned_size(self.optimizer, expected, self._memory_budget)
         return PhysicalBatchLoader(
-            self.data_loader,
-            optimizer=self.optimizer,
-            policy=self._policy,
-            expected_batch_size=self._expected_batch_size(),
+            self.data_loader, optimizer=self.optimizer, policy=self._policy, expected_batch_size=expected
         )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.optimizer.discard_pending()
-
-    def _expected_batch_size(self) -> float:
-        """Return the expected size of a logical batch."""
-        expected = self.optimizer.expected_batch_size
-        return float(len(self.data_loader.dataset)) if expected is None else expected  # type: ignore[arg-type]

@@ -9,13 +9,13 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ghostclip._validate import choice, fraction, positive, positive_int
-from ghostclip.accounting.history import RELATIONS, SamplingEvent, steps_per_epoch
+from ghostclip._validate import choice, positive, positive_int
+from ghostclip.accounting.history import SamplingEvent, steps_per_epoch
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keys import RandomKey, Records, WordStream, independent_coins, permutation, subset
 
@@ -61,7 +61,30 @@ def _whole_if_meant(value: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Poisson:
+class _Scheme:
+    """Base of schemes: what is public of them, and checked."""
+
+    num_samples: int
+    _public: ClassVar[tuple[str, ...]] = ()
+    """Names of further parameters that a resumed run must have the same of."""
+
+    def __post_init__(self) -> None:
+        positive_int(self.num_samples, "num_samples")
+        # It refuses a rate, a relation or a size that is out of range.
+        _ = self.event
+
+    @property
+    def event(self) -> SamplingEvent:
+        """The accounting event; each scheme's own."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """Return the public parameters by name."""
+        return {"kind": self.event.kind, **{name: getattr(self, name) for name in ("num_samples", *self._public)}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poisson(_Scheme):
     """Every record joins every batch independently with probability q.
 
     Privacy:
@@ -78,19 +101,17 @@ class Poisson:
         InvalidOptionError: If a value is out of range, or the truncation lies below the expected size.
     """
 
-    num_samples: int
     sample_rate: float
     epoch_steps: int | None = None
     truncation: int | None = None
     relation: str = "zero_out"
+    _public = ("sample_rate", "truncation")
 
     def __post_init__(self) -> None:
-        positive_int(self.num_samples, "num_samples")
-        fraction(self.sample_rate, "sample_rate")
-        choice(self.relation, "relation", RELATIONS)
+        super().__post_init__()
         if self.epoch_steps is not None:
             positive_int(self.epoch_steps, "steps")
-        if self.truncation is not None and positive_int(self.truncation, "truncation") < self.expected_batch_size:
+        if self.truncation is not None and self.truncation < self.expected_batch_size:
             raise InvalidOptionError(
                 f"truncation={self.truncation!r}: batches have {self.expected_batch_size:g} records on average: "
                 "many would be cut. Use a few standard deviations (√ of that) more."
@@ -135,18 +156,9 @@ class Poisson:
         records = independent_coins(words, self.num_samples, self.sample_rate)
         return records if self.truncation is None else subset(words, records, self.truncation)
 
-    def describe(self) -> dict[str, Any]:
-        """Return the public parameters by name."""
-        return {
-            "kind": self.event.kind,
-            "num_samples": self.num_samples,
-            "sample_rate": self.sample_rate,
-            "truncation": self.truncation,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
-class FullBatch:
+class FullBatch(_Scheme):
     """Every record is in every batch.
 
     Privacy:
@@ -160,12 +172,9 @@ class FullBatch:
         InvalidOptionError: If a value is out of range.
     """
 
-    num_samples: int
     relation: str = "zero_out"
-
-    def __post_init__(self) -> None:
-        positive_int(self.num_samples, "num_samples")
-        choice(self.relation, "relation", RELATIONS)
+    sample_rate: ClassVar[float] = 1.0
+    _public = ("sample_rate",)
 
     @property
     def steps(self) -> int:
@@ -195,13 +204,9 @@ class FullBatch:
         del key, position
         return np.arange(self.num_samples)
 
-    def describe(self) -> dict[str, Any]:
-        """Return the public parameters by name."""
-        return {"kind": "full", "num_samples": self.num_samples, "sample_rate": 1.0}
-
 
 @dataclass(frozen=True, kw_only=True)
-class Shuffled:
+class Shuffled(_Scheme):
     """Every record is in exactly one batch of an epoch, in an order drawn anew for each epoch.
 
     Privacy:
@@ -216,15 +221,15 @@ class Shuffled:
         InvalidOptionError: If a value is out of range.
     """
 
-    num_samples: int
     batch_size: int
+    sample_rate: ClassVar[float] = 1.0
+    _public = ("sample_rate", "batch_size")
     _orders: dict[tuple[str, int], Records] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The order of the epoch drawn last, by key and epoch."""
 
     def __post_init__(self) -> None:
         positive_int(self.num_samples, "num_samples")
-        if positive_int(self.batch_size, "batch_size") > self.num_samples:
-            raise InvalidOptionError(f"batch_size={self.batch_size!r}: there are only {self.num_samples} records.")
+        _refuse_more(self.batch_size, self.num_samples, "batch_size")
 
     @property
     def steps(self) -> int:
@@ -262,10 +267,6 @@ class Shuffled:
         order = self._orders[drawn_for]
         return np.sort(order[step * self.batch_size : (step + 1) * self.batch_size])
 
-    def describe(self) -> dict[str, Any]:
-        """Return the public parameters by name."""
-        return {"kind": "shuffled", "num_samples": self.num_samples, "sample_rate": 1.0, "batch_size": self.batch_size}
-
 
 @lru_cache(maxsize=4)
 def _order_of(count: int) -> Records:
@@ -274,22 +275,23 @@ def _order_of(count: int) -> Records:
     return np.argsort(np.frombuffer(words, dtype="<u8"), kind="stable")
 
 
-def _checked_rounds(num_samples: int, steps: int, name: str) -> None:
-    """Refuse numbers of records or batches below 1, and more batches than records."""
-    positive_int(num_samples, "num_samples")
-    if positive_int(steps, name) > num_samples:
-        raise InvalidOptionError(f"{name}={steps!r}: there are only {num_samples} records.")
+def _refuse_more(value: int, num_samples: int, name: str) -> None:
+    """Refuse a number below 1, or above that of the records."""
+    if positive_int(value, name) > num_samples:
+        raise InvalidOptionError(f"{name}={value!r}: there are only {num_samples} records.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OfSteps:
+class _OfSteps(_Scheme):
     """Base of schemes whose epoch has t batches, by default with every record in exactly one of them."""
 
-    num_samples: int
     epoch_steps: int
+    _public: ClassVar[tuple[str, ...]] = ("epoch_steps",)
 
     def __post_init__(self) -> None:
-        _checked_rounds(self.num_samples, self.epoch_steps, "epoch_steps")
+        positive_int(self.num_samples, "num_samples")
+        _refuse_more(self.epoch_steps, self.num_samples, "epoch_steps")
+        super().__post_init__()
 
     @property
     def steps(self) -> int:
@@ -336,7 +338,6 @@ class RandomAllocation(_OfSteps):
     """The records of the epoch drawn last by their steps, and where each step begins, by key and epoch."""
 
     def __post_init__(self) -> None:
-        choice(self.relation, "relation", RELATIONS)
         positive_int(self.rounds, "rounds")
         super().__post_init__()
 
@@ -387,7 +388,7 @@ class RandomAllocation(_OfSteps):
 
     def describe(self) -> dict[str, Any]:
         """Return the public parameters by name."""
-        described = {"kind": "allocation", "num_samples": self.num_samples, "epoch_steps": self.epoch_steps}
+        described = super().describe()
         return described if self.rounds == 1 else {**described, "rounds": self.rounds}
 
 
@@ -427,10 +428,6 @@ class Cyclic(_OfSteps):
         del key
         return np.sort(_order_of(self.num_samples)[position % self.steps :: self.steps])
 
-    def describe(self) -> dict[str, Any]:
-        """Return the public parameters by name."""
-        return {"kind": "cyclic", "num_samples": self.num_samples, "epoch_steps": self.epoch_steps}
-
 
 @dataclass(frozen=True, kw_only=True)
 class CyclicPoisson(_OfSteps):
@@ -456,10 +453,11 @@ class CyclicPoisson(_OfSteps):
 
     groups: int
     sample_rate: float
+    _public = ("groups", "sample_rate", "epoch_steps")
 
     def __post_init__(self) -> None:
-        _checked_rounds(self.num_samples, self.groups, "groups")
-        fraction(self.sample_rate, "sample_rate")
+        _Scheme.__post_init__(self)
+        _refuse_more(self.groups, self.num_samples, "groups")
         if positive_int(self.epoch_steps, "epoch_steps") % self.groups:
             raise InvalidOptionError(f"epoch_steps={self.epoch_steps!r}: no multiple of groups={self.groups!r}.")
 
@@ -487,16 +485,6 @@ class CyclicPoisson(_OfSteps):
         """
         group = _order_of(self.num_samples)[position % self.groups :: self.groups]
         return np.sort(group[independent_coins(WordStream(key, position), len(group), self.sample_rate)])
-
-    def describe(self) -> dict[str, Any]:
-        """Return the public parameters by name."""
-        return {
-            "kind": "cyclic_poisson",
-            "num_samples": self.num_samples,
-            "groups": self.groups,
-            "sample_rate": self.sample_rate,
-            "epoch_steps": self.epoch_steps,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)

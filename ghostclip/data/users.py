@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -85,10 +87,7 @@ class UserPoisson:
         """Users of the data set."""
         return len(self._records)
 
-    @property
-    def steps(self) -> int:
-        """Batches per epoch, in which each user takes part once on average."""
-        return self._over_users.steps
+    steps = property(attrgetter("_over_users.steps"), doc="Batches per epoch: each user is in one of them on average.")
 
     @property
     def expected_batch_size(self) -> float:
@@ -101,14 +100,7 @@ class UserPoisson:
     @property
     def event(self) -> SamplingEvent:
         """The accounting event of one step: Poisson sampling of users, with at most k records of each."""
-        return SamplingEvent(
-            kind="poisson",
-            sample_rate=self._over_users.sample_rate,
-            num_units=self.num_users,
-            relation=self._over_users.relation,
-            unit="user",
-            records_per_unit=self._max_records,
-        )
+        return replace(self._over_users.event, unit="user", records_per_unit=self._max_records)
 
     def draw(self, key: RandomKey, position: int) -> Records:
         """Return the batch at a position.

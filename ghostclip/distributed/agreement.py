@@ -19,7 +19,6 @@ import itertools
 import json
 import random
 import secrets
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
@@ -410,8 +409,8 @@ def require_one_draw(share: Share | None, group: Group = None, *, copies: int = 
 
 
 def digest_of(text: str) -> int:
-    """Return a 56-bit hash of a text, by which ranks compare fingerprints."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    """Return a 48-bit hash of a text, by which ranks compare fingerprints."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
 def _require_consistent(shares: Sequence[Share], copies: int) -> None:
@@ -446,7 +445,9 @@ def _require_consistent(shares: Sequence[Share], copies: int) -> None:
 
 def _shares(share: Share | None, group: Group) -> list[Share | None]:
     """Return every rank's share, None of those that refuse."""
-    packed = torch.tensor(_packed(share), dtype=torch.int64, device=_device(group))
+    # Whole numbers of up to 53 bits are exact in float64.
+    values = [_REFUSES] * (1 + len(Share._fields)) if share is None else [_GOES_ON, *share]
+    packed = torch.tensor(values, dtype=torch.float64, device=_device(group))
     all_packed = [torch.empty_like(packed) for _ in range(world_size(group))]
     require_company()
     distributed.all_gather(all_packed, packed, group=group)
@@ -454,20 +455,11 @@ def _shares(share: Share | None, group: Group) -> list[Share | None]:
     return [_unpacked(other) for other in torch.stack(all_packed).tolist()]
 
 
-def _packed(share: Share | None) -> list[int]:
-    """Return a share as integers."""
-    if share is None:
-        return [_REFUSES] + [0] * len(Share._fields)
-    # The bits of a float: ranks must have the same one.
-    return [_GOES_ON, *share[:3], *struct.unpack("2q", struct.pack("2d", *share[3:5])), *share[5:]]
-
-
-def _unpacked(numbers: list[int]) -> Share | None:
-    """Return a share from integers; None for a rank that refuses."""
+def _unpacked(numbers: list[float]) -> Share | None:
+    """Return a share from numbers; None for a rank that refuses."""
     if numbers[0] != _GOES_ON:
         return None  # also what a rank at another point of the program has sent in its place
-    std, sensitivity = struct.unpack("2d", struct.pack("2q", *numbers[4:6]))
-    return Share(numbers[1], numbers[2], numbers[3], std, sensitivity, *numbers[6:])
+    return Share(*map(int, numbers[1:4]), *numbers[4:6], *map(int, numbers[6:]))
 
 
 def _device(group: Group) -> torch.device:

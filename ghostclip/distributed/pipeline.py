@@ -19,10 +19,11 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ghostclip import _torch, _tree, _validate
 from ghostclip.capture.substitution import Roster
@@ -41,16 +42,13 @@ from ghostclip.distributed.agreement import (
     require_equal,
     world_size,
 )
-from ghostclip.distributed.release import SharedNoise, add_up_
+from ghostclip.distributed.release import SharedNoise, noisy_parts_, parts_here
 from ghostclip.distributed.sample_ranks import Shares, along, require_all_ranks, require_same_samples
 from ghostclip.distributed.weights import require_equal_weights
 from ghostclip.errors import GhostClipError, InvalidOptionError, ResumeError, UnsupportedModelError
 from ghostclip.factors import SquaredNorm
 from ghostclip.noise import make_noise_source
-from ghostclip.noise.keyed import KeyedNoise, packs
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from ghostclip.noise.keyed import KeyedNoise
 
 
 class Size(NamedTuple):
@@ -104,36 +102,16 @@ class StageNoise(SharedNoise):
 
     def _noisy_sums_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
         """Add noise to this stage's sums, of all its trainable parameters in order."""
-        for group in self._groups:
-            add_up_(tensors, group)
-        if std == 0 or not tensors:
+        self._add_up(tensors)
+        if not tensors:
             return
-        local_ids = {id(tensor) for tensor in tensors}
-        for pack in packs(self._all_sums(tensors), self._source._block_size):
-            mine = [id(tensor) in local_ids for tensor in pack]
-            if not any(mine):
-                self._source.skip()
-            elif len(pack) == 1:
-                self._source.add_(pack[0], std)
-            else:
-                self._add_some(pack, mine, std)
-
-    def _all_sums(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the sums of all stages, those of others without memory."""
-        device, local = tensors[0].device, dict(zip(self._own, tensors, strict=True))
-        return [
-            local[number] if number in local else torch.zeros(1, dtype=size.dtype, device=device).expand(size.elements)
+        local = dict(zip(self._own, tensors, strict=True))
+        # Those of other stages take no memory.
+        sums = [
+            local[number] if number in local else tensors[0].new_zeros(1, dtype=size.dtype).expand(size.elements)
             for number, size in enumerate(self._sizes)
         ]
-
-    def _add_some(self, pack: Sequence[torch.Tensor], mine: Sequence[bool], std: float) -> None:
-        """Add noise to a pack of small sums of which some are this rank's."""
-        flat_N = torch.cat([tensor.reshape(-1) for tensor in pack])
-        self._source.add_(flat_N, std)
-        parts = flat_N.split([tensor.numel() for tensor in pack])
-        for tensor, part, is_mine in zip(pack, parts, mine, strict=True):
-            if is_mine:
-                tensor.copy_(part.view_as(tensor))
+        noisy_parts_(sums, parts_here(tensors), std, self._source)
 
     def renew_key(self) -> None:
         """Refuse a fresh key, which all stages would have to share."""
@@ -142,6 +120,22 @@ class StageNoise(SharedNoise):
 
 Stage = Any
 """A ``torch.distributed.pipelining.PipelineStage``."""
+
+
+def _of_first(name: str) -> Any:
+    """Return a property that reads an attribute of `GhostClipper` from the first stage's."""
+    return property(lambda stages: getattr(stages.clippers[0], name), doc=f"See `GhostClipper.{name}`.")
+
+
+def _on_each(name: str) -> Any:
+    """Return a method of `GhostClipper` that is called on every stage."""
+
+    @functools.wraps(getattr(GhostClipper, name))
+    def call(stages: PipelineClipper, **options: Any) -> None:
+        for one in stages.clippers:
+            getattr(one, name)(**options)
+
+    return call
 
 
 class PipelineClipper:
@@ -379,15 +373,8 @@ class PipelineClipper:
         index_of = {(stage, number): index for index, (stage, number, _) in enumerate(entries)}
         return [size for *_, size in entries], [index_of[stage, number] for stage, number, _ in local]
 
-    def reset(self) -> None:
-        """Forget the sums of all stages of this rank."""
-        for clipper in self.clippers:
-            clipper.reset()
-
-    def remove(self) -> None:
-        """Detach from the stages of this rank."""
-        for clipper in self.clippers:
-            clipper.remove()
+    reset = _on_each("reset")
+    remove = _on_each("remove")
 
 
 @contextmanager
@@ -511,24 +498,8 @@ def _total(square_B: Tensor) -> GroupNorms:
     return total
 
 
-def _of_first(name: str) -> Any:
-    """Return a property that reads an attribute of `GhostClipper` from the first stage's."""
-    return property(lambda stages: getattr(stages._first, name), doc=f"See `GhostClipper.{name}`.")
-
-
-def _on_each(name: str) -> Any:
-    """Return a method of `GhostClipper` that is called on every stage."""
-
-    @functools.wraps(getattr(GhostClipper, name))
-    def call(stages: StagesClipper, **options: Any) -> None:
-        for one in stages.pipeline.clippers:
-            getattr(one, name)(**options)
-
-    return call
-
-
-class StagesClipper:
-    """Clipper of several stages, as a private optimizer asks of one.
+class StagesClipper(PipelineClipper):
+    """Clipper of all stages of a rank, as a private optimizer asks of one.
 
     Privacy:
         The sums of the stages of all ranks together have the sensitivity that this states.
@@ -539,19 +510,16 @@ class StagesClipper:
     is_sharded, wants_proof = True, False
 
     # All stages see the same samples: counts are those of the first, and each parameter's sum is its stage's.
-    def __init__(self, model: nn.Module, pipeline: PipelineClipper, shares: Shares) -> None:
-        """Serve the clippers of this rank's stages as one."""
-        self.shares = shares  # how the ranks share each batch
-        self.model = model
-        self.pipeline = pipeline
-        self._first = pipeline.clippers[0]
-        self._of = {id(p): one for one in pipeline.clippers for p in one.trainable_parameters()}
-        self.roster = _Rosters(model, [one.roster for one in pipeline.clippers])
-        self.unchecked = _Joined([one.unchecked for one in pipeline.clippers])
+    def serve(self, model: nn.Module, shares: Shares) -> StagesClipper:
+        """Be the clipper of a model of these stages, whose ranks share each batch so, and return it."""
+        self.model, self.shares = model, shares
+        self._of = {id(p): one for one in self.clippers for p in one.trainable_parameters()}
+        self.roster = _Rosters(model, [one.roster for one in self.clippers])
+        self.unchecked = _Joined([one.unchecked for one in self.clippers])
+        return self
 
     # -- what holds for all stages ----------------------------------------------------------------------------------
 
-    policy = _of_first("policy")
     loss_reduction = _of_first("loss_reduction")
     relation = _of_first("relation")
     sensitivity = _of_first("sensitivity")
@@ -564,16 +532,11 @@ class StagesClipper:
     note_inputs = _of_first("note_inputs")
     clip_coefficients = _of_first("clip_coefficients")
 
-    @property
-    def per_sample_norms(self) -> Tensor:
-        """Norms of the samples' gradients over all stages in the last step of the schedule. Not private."""
-        return self.pipeline.per_sample_norms
-
     # -- what each stage has ----------------------------------------------------------------------------------------
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are clipped, stage by stage."""
-        return [p for one in self.pipeline.clippers for p in one.trainable_parameters()]
+        return [p for one in self.clippers for p in one.trainable_parameters()]
 
     def summed_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's clipped sum, None when nothing contributed."""
@@ -587,22 +550,14 @@ class StagesClipper:
     def hand_over_sums(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """Return the sums and drop them, as `GhostClipper.hand_over_sums`."""
         sum_of: dict[int, Tensor | None] = {}
-        for one in self.pipeline.clippers:
+        for one in self.clippers:
             stage_parameters = [p for p in parameters if self._of[id(p)] is one]
             sum_of.update(zip(map(id, stage_parameters), one.hand_over_sums(stage_parameters), strict=True))
         return [sum_of[id(p)] for p in parameters]
 
     withhold_gradients = _on_each("withhold_gradients")
     mark_empty_batch = _on_each("mark_empty_batch")
-    reset = _on_each("reset")
-    remove = _on_each("remove")
     merge_passes = _on_each("merge_passes")
-
-    def leave_plain_gradients(self) -> None:
-        """Nothing to leave: sums of stages wait for each other's norms."""
-
-    def prove_next(self) -> None:
-        """Do nothing: each stage is proved by itself."""
 
     def rest(self) -> None:
         """Nothing is gathered."""
@@ -619,13 +574,6 @@ class StagesClipper:
         del loss
         raise UnsupportedModelError(
             "backward of a pipeline: its schedule runs it. Call pipeline.step(inputs, target=...)."
-        )
-
-    def savepoint(self) -> NoReturn:
-        """Refuse to try batch sizes: stages exchange tensors of one shape."""
-        raise InvalidOptionError(
-            "a pipeline takes batches in parts by itself: leave BatchMemoryManager out, and choose places= of the "
-            "Pipeline by what fits in memory."
         )
 
 
@@ -742,7 +690,7 @@ class Pipeline(nn.Module):
             require_agreement(f"pipeline's {name}", value)
         for group in self.shares.groups:
             require_equal_weights(self, group)
-        clipper = PipelineClipper(
+        clipper = StagesClipper(
             self._stages,
             policy=policy,
             loss_reduction=loss_reduction,
@@ -751,8 +699,8 @@ class Pipeline(nn.Module):
             copies=self.shares.count,
             probe=probe,
         )
-        self.clipper = StagesClipper(self, clipper, self.shares)
-        return self.clipper
+        self.clipper = clipper.serve(self, self.shares)
+        return clipper
 
     def noise_of(self, source: KeyedNoise, parameters: Sequence[nn.Parameter]) -> StageNoise:
         """Return the noise of a private optimizer over this rank's stages; called on all ranks of the training.
@@ -769,7 +717,7 @@ class Pipeline(nn.Module):
         """
         if self.clipper is None:
             raise GhostClipError("noise of a pipeline: attach a clipper first.")
-        return self.clipper.pipeline.noise_of(source, parameters, self.shares.groups)
+        return self.clipper.noise_of(source, parameters, self.shares.groups)
 
     def forward(self, *args: Any) -> NoReturn:
         """Refuse to run stages by themselves.
@@ -816,7 +764,7 @@ class Pipeline(nn.Module):
             # Any value would do in empty places; one that the model has seen raises nothing new.
             rows = [*range(start, start + count), *[start + count - 1] * (self.places - count)]
             part = _tree.mapped(functools.partial(_rows, rows=rows, size=size), [args, dict(kwargs), target])
-            with self.clipper.pipeline.step(count):
+            with self.clipper.step(count):
                 self._run(part[0], part[1], part[2], losses)
         self.clipper.merge_passes(since=begun)
 

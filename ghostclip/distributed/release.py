@@ -33,7 +33,7 @@ from ghostclip.distributed.weights import (
 )
 from ghostclip.errors import InvalidOptionError
 from ghostclip.kernels.sums import content_prints, read_prints
-from ghostclip.noise.keyed import KeyedNoise, NoiseSource, add_noise_, copy_back_, draws_shares, packs, skip_noise
+from ghostclip.noise.keyed import KeyedNoise, NoiseSource, add_noise_, copy_back_, draws_at_once, packs
 
 _BUCKET: Final = 25 << 20
 """Bytes of sums that are reduced together, as torch's DistributedDataParallel has them."""
@@ -63,50 +63,62 @@ def noisy_sums_(partials: Sequence[torch.Tensor], std: float, source: KeyedNoise
         add_noise_(source, partials, std)
         return
     rank = distributed.get_rank(group)
-    if draws_shares(source):
+    if draws_at_once(source):
         source.add_share_(partials, std, rank=rank, ranks=ranks)
     elif rank == 0:
         add_noise_(source, partials, std)
     elif std > 0:
-        skip_noise(source, partials)
+        for _ in filter(torch.Tensor.numel, partials):
+            source.skip()
     add_up_(partials, group)
 
 
+Part = tuple[torch.Tensor, Box]
+"""What this rank has of a sum, and where that lies in it."""
+
+
 @torch.no_grad()
-def noisy_parts_(
-    sums: Sequence[torch.Tensor], std: float, source: KeyedNoise, *, groups: Sequence[Group] = (None,)
-) -> None:
-    """Add noise to sums of which some are DTensors: every rank draws the noise of its own part alone.
+def noisy_parts_(sums: Sequence[torch.Tensor], parts: Mapping[int, Part], std: float, source: KeyedNoise) -> None:
+    """Add noise to this rank's parts of sums, by `id` of the sum: every rank draws the noise of its own parts alone.
 
     Cost:
         Noise of a part that is a range of the parameter, or as much as the parameter's where it is none.
     """
-    # To the bit the noise that one machine adds to all whole sums at once. Sums that are no DTensors are this rank's,
-    # and are added up over `groups`, one after the other.
-    for total in sums:
-        _require_wide(total)
-    for group in groups:
-        if world_size(group) > 1:
-            add_up_([total for total in sums if not _torch.is_sharded_tensor(total)], group)
+    # To the bit the noise that one machine adds to all whole sums at once. `sums` are those of all ranks: of another
+    # rank's only size, dtype and device count.
+    for local, _ in parts.values():
+        _require_wide(local)
     if std == 0:
         return
     for pack in packs(sums, source._block_size):
-        parts = [(_torch.local(total), _box_of(total)) for total in pack]
-        first, box = parts[0]
-        offset = box.offset
-        if len(pack) == 1 and offset is not None:
-            source.add_shard_(first, std, offset=offset, total=pack[0].numel())
+        mine = [parts.get(id(total)) for total in pack]
+        held = [part for part in mine if part is not None]
+        if not held:
+            source.skip()
             continue
-        flat_N = torch.zeros(sum(total.numel() for total in pack), dtype=first.dtype, device=first.device)
-        wholes = [
-            whole.view(box.whole)[box.slices]
-            for whole, (_, box) in zip(flat_N.split([total.numel() for total in pack]), parts, strict=True)
-        ]
-        for whole, (part, _) in zip(wholes, parts, strict=True):
-            whole.copy_(part.view(whole.shape))
+        first, box = held[0]
+        if len(pack) == 1 and box.offset is not None:
+            source.add_shard_(first, std, offset=box.offset, total=pack[0].numel())
+            continue
+        sizes = [total.numel() for total in pack]
+        flat_N = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        for whole, part in zip(flat_N.split(sizes), mine, strict=True):
+            if part is not None:
+                _within(whole, part).copy_(part[0].view(part[1].sizes))
         source.add_(flat_N, std)
-        for whole, (part, _) in zip(wholes, parts, strict=True):
-            part.copy_(whole.reshape(part.shape))
+        for whole, part in zip(flat_N.split(sizes), mine, strict=True):
+            if part is not None:
+                part[0].copy_(_within(whole, part).reshape(part[0].shape))
+
+
+def _within(whole_N: torch.Tensor, part: Part) -> torch.Tensor:
+    """Return the place of a part in the flat sum."""
+    return whole_N.view(part[1].whole)[part[1].slices]
+
+
+def parts_here(sums: Sequence[torch.Tensor]) -> dict[int, Part]:
+    """Return what this rank has of each sum, by its `id`: all of it, or its part of a DTensor."""
+    return {id(total): (_torch.local(total), _box_of(total)) for total in sums}
 
 
 def _box_of(total: torch.Tensor) -> Box:
@@ -179,22 +191,31 @@ class SharedNoise:
 
     def add_(self, tensor: torch.Tensor, std: float) -> None:
         """Replace a partial sum by the sum over all ranks plus N(0, std²); called on all ranks in the same order."""
-        self.add_all_([tensor], std)
+        self.release_all_([tensor], std)
 
-    def add_all_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
-        """Replace several partial sums as `add_` does; called on all ranks in the same order."""
+    def release_all_(self, tensors: Sequence[torch.Tensor], std: float, divisor: float = 1.0) -> None:
+        """Replace several partial sums as `add_` does, and divide; called on all ranks in the same order."""
         self._follow_first()
         if not self._agreed:
             require_agreement("noise", self._fingerprint(), self._group)
             self._agreed = True
         self._noisy_sums_(tensors, std)
+        if divisor != 1 and tensors:
+            _torch.divide_all_([_torch.local(tensor) for tensor in tensors], divisor)
 
     def _noisy_sums_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
         """Add up sums and add noise, whole on all ranks or each rank's part of them."""
         if any(map(_torch.is_sharded_tensor, tensors)) or (self._copies > 1 and self._groups != (self._group,)):
-            noisy_parts_(tensors, std, self._source, groups=self._groups)
+            self._add_up([total for total in tensors if not _torch.is_sharded_tensor(total)])
+            noisy_parts_(tensors, parts_here(tensors), std, self._source)
         else:
             noisy_sums_(tensors, std, self._source, group=self._group)
+
+    def _add_up(self, sums: Sequence[torch.Tensor]) -> None:
+        """Add up sums over the groups, one after the other."""
+        for group in self._groups:
+            if world_size(group) > 1:
+                add_up_(sums, group)
 
     def require_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
         """Refuse parameters that this noise is not for, before ranks agree on a step."""
@@ -210,7 +231,7 @@ class SharedNoise:
 
     def _fingerprint(self) -> str:
         """Return which noise comes next, and whether one rank draws all of it: a rank alone must not think so."""
-        return self._source.fingerprint() + ", all on rank 0" * (not draws_shares(self._source))
+        return self._source.fingerprint() + ", all on rank 0" * (not draws_at_once(self._source))
 
     def _follow_first(self) -> None:
         """Adopt rank 0's noise where it follows a generator, as only rank 0 decides whether that was seeded anew."""

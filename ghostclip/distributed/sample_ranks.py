@@ -19,10 +19,11 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
@@ -39,9 +40,6 @@ from ghostclip.distributed.weights import Placement
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
 from ghostclip.factors import AtIndex, Dense, Factor, Head, Outer, Permuted, Rows, planner
 from ghostclip.kernels.sums import content_prints, read_prints
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _ALIKE: Final = 1e-3
 """Share of its norm by which a clipped sum may differ between ranks: rounding, and the order of sums on a GPU."""

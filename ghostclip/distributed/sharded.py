@@ -20,10 +20,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ghostclip import _torch
 from ghostclip.capture.ranks import leaves_empty
@@ -41,9 +42,6 @@ from ghostclip.distributed.agreement import (
 from ghostclip.distributed.sample_ranks import SampleRanks, Shares, require_same_samples, shares_of
 from ghostclip.distributed.weights import MeshAxis, Placement, as_part_of, placement_of
 from ghostclip.errors import GhostClipError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _GRADIENTS_ADD_UP: Final = "ReplicatedWithGradAllReduce"
 # They route tokens to experts of other ranks: whose tokens those are, nothing tells.

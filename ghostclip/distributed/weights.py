@@ -21,23 +21,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ghostclip import _torch
-from ghostclip._tree import tensors
+from ghostclip._tree import mapped, tensors
 from ghostclip.distributed.agreement import Group, gathered, is_first, world_size
 from ghostclip.errors import UnsupportedModelError
 from ghostclip.kernels.sums import content_prints, read_prints
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class MeshAxis(NamedTuple):
@@ -96,11 +94,6 @@ class Placement:
     def copied(self) -> tuple[int, ...]:
         """Numbers of the axes along which every rank has a copy."""
         return tuple(number for number, axis in enumerate(self.axes) if axis.divides is None)
-
-    @property
-    def ranks(self) -> int:
-        """Ranks on the mesh."""
-        return prod(axis.size for axis in self.axes)
 
     @cached_property
     def here(self) -> Box:
@@ -331,17 +324,16 @@ def gathered_whole(state: Any) -> Any:
     Cost:
         One all-gather a tensor; a device holds one whole tensor at a time.
     """
+
+    def gathered_leaf(leaf: Any) -> Any:
+        if not _torch.is_sharded_tensor(leaf):
+            return leaf
+        # Parts that are kept in main memory are gathered where the ranks meet.
+        whole = leaf.detach().to(leaf.device_mesh.device_type).full_tensor()
+        return whole.cpu() if is_first() else None
+
     # On other ranks DTensors become None.
-    if isinstance(state, Mapping):
-        # A model's state is a dict with attributes of its own, which only its own class reads.
-        return {name: gathered_whole(value) for name, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [gathered_whole(value) for value in state] if isinstance(state, list) else (*map(gathered_whole, state),)
-    if not _torch.is_sharded_tensor(state):
-        return state
-    # Parts that are kept in main memory are gathered where the ranks meet.
-    whole = state.detach().to(state.device_mesh.device_type).full_tensor()
-    return whole.cpu() if is_first() else None
+    return mapped(gathered_leaf, state)
 
 
 def parts_for(saved: Any, like: Any) -> Any:

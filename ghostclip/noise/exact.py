@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ghostclip._validate import positive, positive_int
+from ghostclip._validate import positive
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise.keyed import Block, KeyedNoise, words_of
 from ghostclip.noise.keys import RandomKey
@@ -205,8 +205,8 @@ class ExactNoise(KeyedNoise):
         part_N.add_(torch.from_numpy(noise)[within].to(part_N.device))
 
 
-MAX_BITS = 26
-"""Squared norms up to 2^(2·26) are whole numbers that float64 sums without rounding."""
+BITS = 24
+"""C is 2^24 steps. Up to 2^26, squared norms are whole numbers that float64 sums without rounding."""
 
 _SHRINK = 1 - 2.0**-10
 _FLOAT32 = 2.0**-22
@@ -224,17 +224,10 @@ class Grid:
     step: float  # width of the grid in units of the gradient
     bound: int  # largest norm of one sample's integers: the sensitivity of their sum, at most 2^26
 
-    def __post_init__(self) -> None:
-        positive(self.step, "step")
-        if positive_int(self.bound, "bound") > 2**MAX_BITS:
-            raise InvalidOptionError(f"bound={self.bound!r}: must be at most 2^{MAX_BITS}.")
-
     @classmethod
-    def for_norm(cls, max_grad_norm: float, *, bits: int = 24) -> Grid:
-        """Return the grid on which C is 2^bits steps; at 24 bits, rounding is 2^-24 of the noise at σ = 1."""
-        if positive_int(bits, "bits") > MAX_BITS:
-            raise InvalidOptionError(f"bits={bits!r}: must be at most {MAX_BITS}.")
-        return cls(step=positive(max_grad_norm, "max_grad_norm") * 2.0**-bits, bound=2**bits)
+    def for_norm(cls, max_grad_norm: float) -> Grid:
+        """Return the grid on which C is 2^24 steps: rounding is 2^-24 of the noise at σ = 1."""
+        return cls(step=positive(max_grad_norm, "max_grad_norm") * 2.0**-BITS, bound=2**BITS)
 
     @torch.no_grad()
     def quantize(self, grads: Sequence[torch.Tensor], coef_B: torch.Tensor) -> list[torch.Tensor]:
@@ -262,8 +255,6 @@ class Grid:
                 )
         size = sum(grad[0].numel() for grad in grads) if len(coef_B) else 0
         room = 1 - size / (6 * self.bound**2)
-        if room < 0.5:
-            raise InvalidOptionError(f"bound={self.bound}: {size} coordinates do not fit; use a grid with more bits.")
         scaled_B = coef_B.to(torch.float64) * ((math.sqrt(room) - 2 / self.bound - _FLOAT32) / self.step)
         nearest_B = self._within(grads, scaled_B, torch.round)
         toward_zero_B = self._within(grads, scaled_B * _SHRINK, torch.trunc)

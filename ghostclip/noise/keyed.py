@@ -25,8 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import islice
-from operator import attrgetter
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -209,72 +208,47 @@ def run(jobs: Iterator[Callable[[], None]], *, workers: int) -> None:
 def add_noise_(source: Any, tensors: Sequence[Tensor], std: float, divisor: float = 1.0) -> None:
     """Add N(0, std²) to every element of several tensors and divide, in place, at once where the source can."""
     # The source is called for std 0 as well: one that several ranks share adds up their sums.
-    if _stands_for(source, "release_all_", "add_", "add_all_", "add_shard_"):
+    if draws_at_once(source):
         source.release_all_(tensors, std, divisor)
         return
-    if draws_at_once(source):
-        source.add_all_(tensors, std)
-    else:
-        for tensor in tensors:
-            source.add_(tensor, std=std)
+    for tensor in tensors:
+        source.add_(tensor, std=std)
     if divisor != 1 and tensors:
-        _torch.divide_all_([_torch.local(tensor) for tensor in tensors], divisor)
+        _torch.divide_all_(tensors, divisor)
 
 
-def draws_at_once(source: object) -> bool:
-    """Return whether a source's `add_all_` stands for its `add_`."""
-    # One class defines both, and nothing overrides `add_`. A subclass, or a patch, that changes `add_` alone must not
-    # be bypassed.
-    return _stands_for(source, "add_all_", "add_")
-
-
-def draws_shares(source: object) -> bool:
-    """Return whether a source's `add_share_` stands for all of its methods that add noise; see `draws_at_once`."""
-    return _stands_for(source, "add_share_", "add_", "add_all_", "add_shard_", "release_all_")
-
-
-def _stands_for(source: object, joint: str, *methods: str) -> bool:
-    """Return whether the class that defines ``joint`` also defines ``methods``, and nothing overrides these since."""
+def draws_at_once(source: Any) -> bool:
+    """Return whether a source's `release_all_` adds to each of several tensors what its `add_` adds."""
+    # One class defines both, and nothing overrides `add_` or what it calls. A subclass, or a patch, that changes these
+    # alone must not be bypassed.
     for kind in type(source).__mro__:
-        attributes = vars(kind)
-        if joint in attributes:
-            bound = [getattr(getattr(source, name), "__func__", None) for name in methods]
-            return bound == list(map(attributes.get, methods))
+        if "release_all_" in vars(kind):
+            bound = [getattr(getattr(source, name, None), "__func__", None) for name in ("add_", "add_shard_")]
+            return bound == [vars(kind).get("add_"), getattr(kind, "add_shard_", None)]
     return False
 
 
 _Kind: TypeAlias = tuple[torch.dtype, torch.device]
-_dtype: Final[Callable[[Tensor], torch.dtype]] = attrgetter("dtype")
-_device: Final[Callable[[Tensor], torch.device]] = attrgetter("device")
 
 
 def packs(tensors: Sequence[Tensor], limit: Callable[[Tensor], int]) -> Iterator[list[Tensor]]:
     """Yield lists of tensors of one dtype and device, in an order that follows from the tensors alone."""
     # Tensors above `limit`, the most elements of a list of several, come one by one; empty ones are left out.
     filling: dict[_Kind, list[Tensor]] = {}
-    rooms: dict[_Kind | None, int] = {}
     limits: dict[_Kind, int] = {}
-    last: _Kind | None = None
-    pack: list[Tensor] | None = None
-    most = room = 0
-    kinds = zip(map(_dtype, tensors), map(_device, tensors), strict=True)
-    for tensor, kind, size in zip(tensors, kinds, map(Tensor.numel, tensors), strict=True):
-        # Most often all are of one kind: nothing is looked up for it again.
-        if kind != last:
-            rooms[last], last = room, kind
-            if kind not in limits:
-                limits[kind] = rooms[kind] = limit(tensor)
-            most, room, pack = limits[kind], rooms[kind], filling.get(kind)
-        if size >= most:
+    rooms: dict[_Kind, int] = {}
+    for tensor in tensors:
+        kind, size = (tensor.dtype, tensor.device), tensor.numel()
+        if kind not in limits:
+            limits[kind] = rooms[kind] = limit(tensor)
+        if size >= limits[kind]:
             yield [tensor]
         elif size:
-            if size > room:
+            if size > rooms[kind]:
                 yield filling.pop(kind)
-                room, pack = most, None
-            if pack is None:
-                pack = filling[kind] = []
-            pack.append(tensor)
-            room -= size
+                rooms[kind] = limits[kind]
+            filling.setdefault(kind, []).append(tensor)
+            rooms[kind] -= size
     yield from filling.values()
 
 
@@ -382,19 +356,9 @@ class KeyedNoise:
         if target is not tensor:
             tensor.copy_(target)
 
-    def add_all_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
-        """Add N(0, std²) to every element of several tensors, in place.
-
-        Privacy:
-            Every element gets noise of its own, as by calling `add_` for each tensor.
-        """
-        # Tensors of up to a block are joined to packs of up to a block, and a pack is one call of `add_`: a model has
-        # hundreds of them, for which starting a generator would cost more than the noise.
-        self.release_all_(tensors, std, 1.0)
-
     @torch.no_grad()
-    def release_all_(self, tensors: Sequence[torch.Tensor], std: float, divisor: float) -> None:
-        """Add the noise that `add_all_` adds and divide, both while the values are in the processor's cache.
+    def release_all_(self, tensors: Sequence[torch.Tensor], std: float, divisor: float = 1.0) -> None:
+        """Add N(0, std²) to every element of several tensors, in place, and divide while they are in the cache.
 
         Privacy:
             Every element gets noise of its own, as by calling `add_` for each tensor.
@@ -402,6 +366,8 @@ class KeyedNoise:
         Cost:
             Temporary memory for a pack and its noise, two blocks; with several threads less than the largest tensor.
         """
+        # Tensors of up to a block are joined to packs of up to a block, and a pack is one call of `add_`: a model has
+        # hundreds of them, for which starting a generator would cost more than the noise.
         std, divisor = non_negative(std, "std"), positive(divisor, "divisor")
         if std > 0:
             run(self._jobs(tensors, std, divisor), workers=self._workers(tensors))
@@ -410,7 +376,7 @@ class KeyedNoise:
 
     @torch.no_grad()
     def add_share_(self, tensors: Sequence[torch.Tensor], std: float, *, rank: int, ranks: int) -> None:
-        """Add one of several shares of the noise that `add_all_` adds, in place; all shares add up to that noise.
+        """Add one of several shares of the noise that `release_all_` adds, in place; all shares add up to that noise.
 
         Privacy:
             Elements without noise in this share have it in another: their sum over all shares is what is released.
@@ -617,13 +583,6 @@ class KeyedNoise:
                 raise ResumeError(f"noise state: {error}; pass what state_dict() returned.") from error
         self._position = position
         self._take_note()
-
-
-def skip_noise(source: KeyedNoise, tensors: Sequence[torch.Tensor]) -> None:
-    """Skip the noise of `add_noise_`, which another rank adds to tensors of the same sizes and dtypes."""
-    calls = packs(tensors, source._block_size) if draws_at_once(source) else [t for t in tensors if t.numel()]
-    for _ in calls:
-        source.skip()
 
 
 def cut(tensor_N: torch.Tensor, elements: slice) -> torch.Tensor:

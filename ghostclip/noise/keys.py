@@ -15,7 +15,7 @@ import os
 import secrets
 import warnings
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,26 +28,21 @@ _KEY_BYTES = 16
 Records = NDArray[np.int64]
 
 
-class _Process(NamedTuple):
-    """A process as its children see it: they have another number, or another token once they were forked by Python."""
-
-    number: int
-    token: object
-
-
-_process = _Process(os.getpid(), object())
+# Number and token of a process: its children have another number, or another token once they were forked by Python.
+_Process = tuple[int, object]
+_process: _Process = os.getpid(), object()
 
 
 def _begin_process() -> None:
     """Set a token for this process, after a fork."""
     global _process  # noqa: PLW0603 - there is one process
-    _process = _Process(os.getpid(), object())
+    _process = os.getpid(), object()
 
 
 def _this_process() -> _Process:
     """Return this process's number and token, renewed if a library has forked."""
     # A library written in C may fork without Python's knowing.
-    if _process.number != os.getpid():
+    if _process[0] != os.getpid():
         _begin_process()
     return _process
 
@@ -65,9 +60,10 @@ class Owner:
         is a continuation, and is not.
     """
 
-    def __init__(self, holder: object) -> None:
-        self._holder: weakref.ref[object] | None = weakref.ref(holder)
-        self._process: _Process | None = _this_process()
+    def __init__(self, holder: object | None) -> None:
+        # None: a copy or pickle, which belongs to nobody.
+        self._holder = None if holder is None else weakref.ref(holder)
+        self._process = None if holder is None else _this_process()
 
     def require(self, holder: object, *, remedy: str) -> None:
         """Refuse a copy of the object, and another process; ``remedy`` is a sentence of what to do instead."""
@@ -94,14 +90,7 @@ class Owner:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return a copy or pickle that belongs to no process yet."""
-        return (_nobody, ())
-
-
-def _nobody() -> Owner:
-    """Return an owner that refuses everything, for copies and pickles."""
-    owner = Owner.__new__(Owner)
-    owner._holder = owner._process = None
-    return owner
+        return Owner, (None,)
 
 
 class RandomKey:

@@ -6,21 +6,19 @@ import inspect
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ghostclip import _torch
+from ghostclip.clipper import GhostClipper
 from ghostclip.distributed.agreement import digest_of
 from ghostclip.distributed.release import SharedNoise
 from ghostclip.errors import InvalidOptionError, UncoveredParameterError
-
-if TYPE_CHECKING:
-    from ghostclip.clipper import GhostClipper
-    from ghostclip.noise.keyed import NoiseSource
-    from ghostclip.optim.draws import Crossed, Replay
+from ghostclip.noise.keyed import NoiseSource
+from ghostclip.optim.draws import Crossed, Replay
 
 FORKED = (
     "Two of them would each report an ε that knows nothing of the other's releases. Call make_private() in the process "
@@ -100,12 +98,10 @@ def refuse_uncovered(clipper: GhostClipper, parameters: Sequence[nn.Parameter]) 
     stray = [p for p in trainable if id(p) not in covered]
     if stray:
         names = {id(p): name for name, p in clipper.model.named_parameters()}
-        listed = ", ".join(
-            names.get(id(p), f"one of shape {tuple(p.shape)} outside the model") for p in stray[:_NAMES_SHOWN]
-        )
+        strange = [names.get(id(p), f"one of shape {tuple(p.shape)} outside the model") for p in stray]
         raise UncoveredParameterError(
-            f"optimizer: {len(stray)} trainable parameter(s) are not clipped per sample ({listed}). Take them out of "
-            "the optimizer, freeze them, or make the model private again now that they are trainable."
+            f"optimizer: {len(stray)} trainable parameter(s) are not clipped per sample ({_listed(strange)}). Take "
+            "them out of the optimizer, freeze them, or make the model private again now that they are trainable."
         )
 
 

@@ -14,7 +14,8 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, cast
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,25 +24,20 @@ from torch.optim import Optimizer
 from ghostclip import _torch, _validate
 from ghostclip.capture.nodes import nodes_behind
 from ghostclip.checks.loss_graph import refuse_foreign
+from ghostclip.clipper import GhostClipper
 from ghostclip.distributed.agreement import Leaving, Share, noting
 from ghostclip.distributed.release import SharedNoise
 from ghostclip.errors import DrawError, InvalidOptionError, MissingGradientError
 from ghostclip.facade import clipper_of
 from ghostclip.graph.takeover import CompiledRecord
-from ghostclip.noise import make_noise_source
+from ghostclip.noise import ExactNoise, make_noise_source
 from ghostclip.noise.exact import ExactRelease
-from ghostclip.noise.keyed import add_noise_
+from ghostclip.noise.keyed import NoiseSource, add_noise_
 from ghostclip.noise.keys import Owner
 from ghostclip.optim import checks
 from ghostclip.optim.checks import initialises_state, refuse_uncovered
-from ghostclip.optim.draws import BatchToken, LogicalBatch, Replay
-from ghostclip.optim.wrapped import CarriedAccount, Releases, WrappedOptimizer, evaluated, watch_other_optimizers
-
-if TYPE_CHECKING:
-    from ghostclip.clipper import GhostClipper
-    from ghostclip.noise import ExactNoise
-    from ghostclip.noise.keyed import NoiseSource
-    from ghostclip.optim.draws import DrawLog, Match
+from ghostclip.optim.draws import BatchToken, DrawLog, LogicalBatch, Match, Replay
+from ghostclip.optim.wrapped import Releases, WrappedOptimizer, evaluated, watch_other_optimizers
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +116,7 @@ class DPOptimizer(WrappedOptimizer):
         if loss_reduction == "mean" or expected_batch_size is not None:
             self.expected_batch_size = _validate.positive(expected_batch_size, "expected_batch_size")
         self._owner = Owner(self)
-        self._unscaled, self._undivided, self._shows_sums = False, 1.0, False
+        self._undivided: float | None = None  # by what a release is still to be divided; None where by nothing
         self._batch = LogicalBatch()
         self._step_hooks: list[StepHook] = []
         self._release_hooks: list[ReleaseHook] = []
@@ -567,9 +563,8 @@ class DPOptimizer(WrappedOptimizer):
         """
         self._require_gradient()
 
-    def accumulate(self) -> None:
-        """The same under the name of Opacus's two-pass optimizer."""
-        self.clip_and_accumulate()
+    # The name of Opacus's two-pass optimizer.
+    accumulate = clip_and_accumulate
 
     @torch.no_grad()
     def add_noise(self) -> None:
@@ -582,9 +577,9 @@ class DPOptimizer(WrappedOptimizer):
             raise MissingGradientError("add_noise(): no clipped sum. Call backward and clip_and_accumulate() first.")
         try:
             # The logical batch, and with it the number of its passes, ends with the release.
-            self._undivided = self.divisor
+            divisor = self.divisor
             self._release(divide=False)
-            self._unscaled = True
+            self._undivided = divisor
         except BaseException as error:
             self._drop()
             if not isinstance(error, SkipStep):
@@ -597,26 +592,23 @@ class DPOptimizer(WrappedOptimizer):
         Raises:
             MissingGradientError: If nothing was released since it was last called.
         """
-        if not self._unscaled:
+        if self._undivided is None:
             raise MissingGradientError("scale_grad(): nothing undivided was released. Call add_noise() first.")
-        self._unscaled = False
+        divisor, self._undivided = self._undivided, None
         gradients = [p.grad for p in self.params if p.requires_grad and p.grad is not None]
         if gradients:
-            _torch.divide_all_(gradients, self._undivided)
+            _torch.divide_all_(gradients, divisor)
 
     def _show_sums(self) -> None:
         """Set `p.summed_grad` to a copy of the clipped sum, where per-sample gradients are shown too."""
-        self._shows_sums = True
         for p in self.params:
             if p.requires_grad:
                 p.summed_grad = self.clipper.summed_gradient(p)  # type: ignore[attr-defined]
 
     def _hide_sums(self) -> None:
-        if self._shows_sums:
-            self._shows_sums = False
-            for p in self.params:
-                if getattr(p, "summed_grad", None) is not None:
-                    p.summed_grad = None  # type: ignore[attr-defined]
+        for p in self.params if self.clipper.strategy == "hooks" else ():
+            if getattr(p, "summed_grad", None) is not None:
+                p.summed_grad = None  # type: ignore[attr-defined]
 
     # Virtual steps
 
@@ -729,16 +721,6 @@ def _chosen_noise(
     return noise_source
 
 
-def _of_members(said: str, read: Callable[[JoinedOptimizer], Any]) -> Any:
-    """Return a property read from all joined optimizers, which refuses to be set."""
-
-    def write(joined: JoinedOptimizer, value: Any) -> None:
-        del joined, value
-        raise InvalidOptionError(f"{said} one of the optimizers.")
-
-    return property(read, write)
-
-
 class JoinedOptimizer(Optimizer):
     """Several torch optimizers over disjoint parameters as one: all their parameter groups, one step."""
 
@@ -746,32 +728,31 @@ class JoinedOptimizer(Optimizer):
         # `Optimizer.__init__` is not called: groups and states live in the members.
         if not optimizers:
             raise InvalidOptionError("optimizer=[]: give at least one optimizer.")
-        for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer):
-                raise InvalidOptionError(
-                    f"optimizer: expected torch.optim.Optimizer objects, got {type(optimizer).__name__}."
-                )
         self.members = list(optimizers)
         ids = [id(p) for group in self.param_groups for p in group["params"]]
         if len(ids) != len(set(ids)):
             raise InvalidOptionError("optimizer=[...]: two of them hold the same parameter. Give each its own.")
 
-    param_groups: Any = _of_members(
-        "param_groups: set them on",
-        lambda joined: [group for member in joined.members for group in member.param_groups],
-    )
-    state: Any = _of_members(
-        "state: load it into",
-        lambda joined: {p: state for member in joined.members for p, state in member.state.items()},
-    )
-    defaults: Any = _of_members("defaults: set them on", lambda own: own.members[0].defaults)
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """The groups of all members."""
+        return [group for member in self.members for group in member.param_groups]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The states of all members by parameter."""
+        return {p: state for member in self.members for p, state in member.state.items()}
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """Those of the first member."""
+        return self.members[0].defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Let all members update their parameters; return the closure's result."""
-        loss = None if closure is None else closure()
+        """Let all members update their parameters; the private optimizer has evaluated its closure."""
+        del closure
         for member in self.members:
             member.step()
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Empty the gradients of all members."""
@@ -827,10 +808,7 @@ class MemberOptimizer(WrappedOptimizer):
         self.release = release
         self._rounds_applied = 0
 
-    @property
-    def account(self) -> CarriedAccount | None:  # type: ignore[override]  # set on the private optimizer alone
-        """The account that travels with each member's state."""
-        return self.release.account
+    account = property(attrgetter("release.account"), doc="The account that travels with each member's state.")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Release the logical batch if no member has, and update this member's parameters.

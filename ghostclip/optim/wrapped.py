@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from ghostclip.clipper import GhostClipper
 from ghostclip.errors import CopyError, InvalidOptionError, TamperedGradientError, UncoveredParameterError
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-    from ghostclip.clipper import GhostClipper
 
 ACCOUNT_KEY: Final = "ghostclip_account"
 """Key under which a parameter group of a saved state holds the account of a private training."""
@@ -36,8 +34,8 @@ class CarriedAccount(Protocol):
     def text(self) -> str:
         """Return the account as a string."""
 
-    def load(self, text: str | None) -> None:
-        """Continue from what `text` returned, None where the state had none."""
+    def load(self, text: str | None, load_inner: Callable[[], object]) -> None:
+        """Load the inner optimizer, and continue from what `text` returned, None where its state had none."""
 
 
 _PARAMS: Final = itemgetter("params")
@@ -114,17 +112,11 @@ class WrappedOptimizer(Optimizer):
         """
         groups = [dict(group) for group in state_dict["param_groups"]]
         texts = [group.pop(ACCOUNT_KEY, None) for group in groups]
-        # Optimizers load by putting new objects in the place of their state and groups.
-        inner = self.original_optimizer
-        before = [(one, dict(vars(one))) for one in (inner, *getattr(inner, "members", ()))]
-        try:
-            inner.load_state_dict({**state_dict, "param_groups": groups})
-            if self.account is not None:
-                self.account.load(next((text for text in texts if text is not None), None))
-        except BaseException:
-            for one, attributes in before:
-                vars(one).update(attributes)
-            raise
+        load = partial(self.original_optimizer.load_state_dict, {**state_dict, "param_groups": groups})
+        if self.account is None:
+            load()
+        else:
+            self.account.load(next((text for text in texts if text is not None), None), load)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, if its trainable parameters are clipped and are in no other group of the training.

@@ -16,9 +16,8 @@ from typing import Any, cast
 from torch import nn
 
 from ghostclip import _validate
-from ghostclip._validate import non_negative, positive, positive_int
 from ghostclip.accounting import Accountant, Bounds, IAccountant
-from ghostclip.accounting.calibration import bounding_accountant
+from ghostclip.accounting.calibration import bounding_accountant, most_that_fit
 from ghostclip.accounting.history import Charge, Kind, SamplingEvent, checked_others, counted, times
 from ghostclip.errors import BudgetExceededError, InvalidOptionError
 from ghostclip.noise.exact import Grid
@@ -71,7 +70,7 @@ MIN_SCALE = 4.0
 def discretisation_delta(epsilon: float, *, scale: float, coordinates: int, steps: int) -> float:
     """Return the δ to add to an (ε, δ) of continuous Gaussian noise when the noise was discrete.
 
-    δ' = (1 + e^ε)·√(d·T / 640) / s² for T steps that each add N_Z(0, s²) to d integers.
+    δ' = (1 + e^ε)·√(d·T / 640) / s² for T steps that each add N_Z(0, s²) to d integers, s ≥ `MIN_SCALE`.
 
     A continuous Gaussian rounded to integers and added to an integer sum is post-processing of the continuous
     mechanism, whatever the sampling and the accountant. The discrete Gaussian differs from it by a Kullback-Leibler
@@ -90,11 +89,7 @@ def discretisation_delta(epsilon: float, *, scale: float, coordinates: int, step
     Reference:
         Canonne, Kamath and Steinke (2020), The Discrete Gaussian for Differential Privacy, for N_Z and its moments.
     """
-    epsilon, scale = non_negative(epsilon, "epsilon"), positive(scale, "scale")
-    if scale < MIN_SCALE:
-        raise InvalidOptionError(f"scale={scale!r}: must be at least {MIN_SCALE}; use a finer grid.")
-    count = positive_int(coordinates, "coordinates") * positive_int(steps, "steps")
-    log_distance = 0.5 * math.log(count / 640) - 2 * math.log(scale)
+    log_distance = 0.5 * math.log(coordinates * steps / 640) - 2 * math.log(scale)
     log_delta = epsilon + math.log1p(math.exp(-epsilon)) + log_distance
     return math.exp(min(0.0, log_delta))
 
@@ -288,7 +283,8 @@ class Budget:
                 return self._within(accountant, charges)
         if self._left is None or (steps > self._left and self._known is not None):
             self._known = None
-            self._left = self._count(accountant, kind)
+            # Once for a kind of step.
+            self._left = most_that_fit(lambda number: self._within(accountant, [times(kind, number)]), most=_MOST_STEPS)
         return steps <= self._left
 
     def _left_of_known(self, accountant: Accountant, kind: Kind) -> int | None:
@@ -342,16 +338,3 @@ class Budget:
         charges = [times(kind, count) for kind, count in self._counted(accountant).items()]
         longer = accountant_of(accountant, [*charges, *more])
         return released_bounds(longer, self.delta, coordinates=self.coordinates).upper <= self.epsilon
-
-    def _count(self, accountant: Accountant, kind: Kind) -> int:
-        """Return how many equal steps fit, by doubling and halving."""
-        fits, fails = 0, 1
-        while fails <= _MOST_STEPS and self._within(accountant, [times(kind, fails)]):
-            fits, fails = fails, 2 * fails
-        while fails - fits > 1:
-            middle = (fits + fails) // 2
-            if self._within(accountant, [times(kind, middle)]):
-                fits = middle
-            else:
-                fails = middle
-        return fits

@@ -38,7 +38,7 @@ _RESTORE = "Restore the file, from a copy if there is one: without it ε is not 
 
 
 class LedgerPosition(NamedTuple):
-    """Position in a ledger: its identity, its number of lines, and their hash."""
+    """Position in a ledger: its identity, its lines and their hash, and how many releases are among them."""
 
     ledger: str = ""
     """Its identity; empty before its first line."""
@@ -46,6 +46,7 @@ class LedgerPosition(NamedTuple):
     """Number of lines."""
     chained: str = ""
     """Hash of the last one."""
+    releases: int = 0
 
 
 def encoded(values: Mapping[str, Any], after: LedgerPosition) -> bytes:
@@ -59,12 +60,13 @@ def decoded(line: bytes, after: LedgerPosition, *, name: str) -> tuple[dict[str,
     """Return the values of a line without its end, and the new position."""
     # Refuse one that does not continue the ledger.
     body, _, written = line.rpartition(_SEPARATOR)
-    if written != _hash_of(body, after.chained).encode():
+    if not is_whole(line, after):
         raise ResumeError(f"{name}, line {after.lines + 1}: {_what_is_wrong(line, after)}")
     values: dict[str, Any] = json.loads(body)
     if values.get(VERSION, FORMAT) != FORMAT:
         raise ResumeError(f"{name}: {_of_other_version(values[VERSION])}")
-    return values, LedgerPosition(values[LEDGER], after.lines + 1, written.decode())
+    releases = after.releases + ("run" in values)
+    return values, LedgerPosition(values[LEDGER], after.lines + 1, written.decode(), releases)
 
 
 def is_whole(line: bytes, after: LedgerPosition) -> bool:
@@ -240,7 +242,6 @@ class LedgerFile:
         self.compiled: dict[str, dict[str, Any]] = {}  # by run, which of its releases graphs compute
         self._known: dict[tuple[str, int], str] = {}  # fingerprints, by run and number of the release
         self._places = [LedgerPosition()]  # behind each line
-        self._releases = [0]  # how many there are behind each line
         self._holder: Mapping[str, Any] = {}  # process and host that locked the file last
         self._end = 0  # bytes of whole lines
 
@@ -281,7 +282,6 @@ class LedgerFile:
             if self.counts:
                 self.counts[-1] += 1
         self._places.append(position)
-        self._releases.append(len(self.entries))
         self._end += len(line) + 1
 
     def find(self, run: str, number: int) -> str | None:
@@ -290,15 +290,15 @@ class LedgerFile:
 
     def position(self) -> dict[str, Any]:
         """Return the ledger's position, in plain values for a checkpoint and `require`."""
-        return {**self._places[-1]._asdict(), "releases": len(self.entries)}
+        return self._places[-1]._asdict()
 
     def require(self, saved: Mapping[str, Any]) -> None:
         """Refuse a ledger that is another one, or lacks lines that it had at a saved `place`."""
-        was, now = LedgerPosition(saved["ledger"], saved["lines"], saved["chained"]), self._places[-1]
-        if len(self.entries) < saved["releases"] or (was.lines > now.lines and was.ledger == now.ledger):
+        was, now = LedgerPosition(**saved), self._places[-1]
+        if now.releases < was.releases or (was.lines > now.lines and was.ledger == now.ledger):
             raise ResumeError(
-                f"{self.path}: the ledger holds {len(self.entries)} releases in {now.lines} lines; what is loaded was "
-                f"saved after {saved['releases']} in {was.lines}: lines were cut off, or it is another training's. "
+                f"{self.path}: the ledger holds {now.releases} releases in {now.lines} lines; what is loaded was "
+                f"saved after {was.releases} in {was.lines}: lines were cut off, or it is another training's. "
                 "Restore the ledger that belongs to it: without it ε is not known."
             )
         if was.lines and (was.lines > now.lines or self._places[was.lines] != was):
@@ -310,7 +310,7 @@ class LedgerFile:
 
     def releases_at(self, saved: Mapping[str, Any]) -> list[Entry]:
         """Return the releases that the ledger had at a saved `place`, which `require` has accepted."""
-        return self.entries[: self._releases[saved["lines"]]]
+        return self.entries[: self._places[saved["lines"]].releases]
 
     def begin_segment(self, mechanism: Mapping[str, Any]) -> None:
         """Set the mechanism of the following releases, in plain values; a line is written only if it is another one."""

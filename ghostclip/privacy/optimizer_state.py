@@ -150,8 +150,8 @@ class OptimizerAccount:
         """Return the account and the positions of noise and sampler, as JSON."""
         return _sealed(checkpoints.account_state(self._account, self._optimizer, self._sampling))
 
-    def load(self, text: str | None) -> None:
-        """Continue a saved account; nothing changes where it is refused, as for a state without one, None."""
+    def load(self, text: str | None, load_inner: Callable[[], object]) -> None:
+        """Load the inner optimizer and continue a saved account; nothing changes where that is refused, as None is."""
         if text is None:
             raise ResumeError(
                 "optimizer state without an account: it was saved by an optimizer that was not private, or without "
@@ -160,11 +160,13 @@ class OptimizerAccount:
             )
         if self._loaded == (text, self._optimizer.releases):
             # Several optimizers of one release carry the same account.
+            load_inner()
             return
         saved = _read(text)
         optimizer, sampling = self._optimizer, self._sampling
         goes_back = self._account.goes_back(saved[checkpoints.RUNS])
         with all_or_nothing(optimizer=optimizer, sampling=sampling, account=self._account):
+            load_inner()
             if not self._account.charged:
                 saved = checkpoints.reconciled(
                     saved,

@@ -57,20 +57,21 @@ _NEVER = 1e-12
 class Sampling:
     """Source of batches, and the cost of a step on them."""
 
-    loader: Any
-    event: SamplingEvent
-    """The accounted event, for one backward pass in a step."""
-    expected_batch_size: float
-    draws: DrawLog | None
-    """Draws that no release has used yet; None where the user samples."""
-    sampler: Any
-    """The object that holds the position in the data; None where nothing does."""
-    replicas: int
-    """Ranks that share each batch."""
     padded: Sequence[Padded] = ()
     """Axes of a batch along which its collate function pads records to the length of their company."""
     correlation: Correlation | None = None
     """How the noise of steps is correlated; None for independent noise."""
+
+    def __init__(self, loader: Any, source: Any, *, replicas: int = 1) -> None:
+        """Serve a loader whose batches come from a source: a private sampler, the user's own, or a declaration."""
+        self.loader = loader
+        self.event: SamplingEvent = source.event  # for one backward pass in a step
+        self.expected_batch_size = float(source.expected_batch_size)
+        # the draws that no release has used yet; None where the user samples
+        self.draws: DrawLog | None = getattr(source, "draws", None)
+        # holds the position in the data; None where nothing does
+        self.sampler = source if isinstance(source, PrivateSampler) else None
+        self.replicas = replicas if self.sampler is None else self.sampler.num_replicas  # ranks that share each batch
 
     @cached_property
     def records(self) -> str | None:
@@ -124,17 +125,13 @@ class EventSampling(Sampling):
 
     def __init__(self, loader: DPDataLoader | DeclaredSampling) -> None:
         """Serve a private loader, or a sampling that the user declares."""
-        self.event = loader.event
-        self.expected_batch_size = float(loader.expected_batch_size)
         if isinstance(loader, DeclaredSampling):
-            self.loader, self.sampler, self.draws = loader.data_loader, None, None
-            self._steps = loader.steps
             # What is declared is the batch of all ranks together.
-            self.replicas = world_size()
+            super().__init__(loader.data_loader, loader, replicas=world_size())
+            self._steps = loader.steps
         else:
-            self.loader, self.sampler, self.draws = loader, loader.private_sampler, loader.private_sampler.draws
+            super().__init__(loader, loader.private_sampler)
             self._steps = len(loader)
-            self.replicas = loader.private_sampler.num_replicas
 
     def events(self, optimizer: DPOptimizer) -> list[Charge]:
         """Return one event; refuse several undeclared backward passes on a truncated batch."""
@@ -165,15 +162,10 @@ class PeriodSampling(Sampling):
         it has.
     """
 
-    def __init__(self, loader: _StoppableLoader | DPDataLoader, mechanism: Mechanism | None = None) -> None:
+    def __init__(self, loader: TakenAsItIs, mechanism: Mechanism | None = None) -> None:
         """Serve a loader whose batches are charged by epoch or round."""
-        self.loader = loader
-        # A private sampler, or the batches of the user's own one.
-        source: Any = loader.batch_sampler
-        self.sampler = source if isinstance(source, PrivateSampler) else None
-        self.replicas = 1 if self.sampler is None else self.sampler.num_replicas
-        self.event, self.draws = source.event, source.draws
-        self.expected_batch_size = float(source.expected_batch_size)
+        self._source: Any = loader.batch_sampler
+        super().__init__(loader, self._source)
         self._mechanism = mechanism
         self._scheme = None if self.sampler is None else self.sampler.scheme
         self._epoch_steps, self._steps = len(loader), self.event.steps_per_event
@@ -181,7 +173,6 @@ class PeriodSampling(Sampling):
             self.correlation = mechanism.correlation(self._scheme)
         self._sigma: float | None = None  # noise multiplier of earlier steps, fixed where noise is correlated
         self._trainable: list[bool] | None = None  # which parameters trained then
-        self._source = source
         # Periods charged, steps in the present one, and the noise multiplier that it was charged with.
         self._passes_seen, self._steps_in_pass, self._charged_at = 0, 0, math.inf
         self.load_state_dict({})
@@ -355,7 +346,7 @@ def _shuffled_on_all_ranks(loader: DataLoader[Any]) -> PeriodSampling:
 
 def _shuffled(loader: DataLoader[Any]) -> PeriodSampling:
     """Return the sampling of a user's own loader without Poisson sampling; refuse one that may repeat records."""
-    stoppable = _StoppableLoader(
+    stoppable = TakenAsItIs(
         loader.dataset,
         batch_sampler=_CountedPasses(_without_repetition(loader), dataset_length(loader.dataset)),
         collate_fn=loader.collate_fn,
@@ -363,13 +354,6 @@ def _shuffled(loader: DataLoader[Any]) -> PeriodSampling:
         **worker_options(loader),
     )
     return PeriodSampling(stoppable)
-
-
-class _StoppableLoader(TakenAsItIs, DataLoader[Any]):
-    """The user's loader as it is, whose passes end on request and whose batches are logged."""
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return self.handed_out(super().__iter__, self.batch_sampler)
 
 
 class _CountedPasses(Sampler[list[int]]):

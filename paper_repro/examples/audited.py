@@ -178,7 +178,7 @@ class _Noted:
             self._watch.values += tensor.numel()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("add_all_", "add_shard_", "release_all_"):
+        if name in ("add_shard_", "release_all_"):
             raise AttributeError(name)
         return getattr(self._source, name)
 

@@ -135,7 +135,7 @@ def _reseeded(rank: int) -> dict[str, Any]:
         elif step == 2 and rank == 1:
             generator.manual_seed(20)
         sums = [torch.zeros(5), torch.zeros(2)]
-        source.add_all_(sums, STD)
+        source.release_all_(sums, STD)
         noise.append(torch.cat(sums))
         prints.append(source.state_dict()["key"])
     given = make_noise_source(generator=generator) if rank == 0 else make_noise_source()

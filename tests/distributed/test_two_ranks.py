@@ -58,7 +58,7 @@ def test_ranks_apart_do_not_share(found):
 def test_each_rank_draws_its_share_of_the_noise_of_one_process(found, level):
     one, two = (rank["shares"][level] for rank in found)
     source, sums, again = alone(one["state"]), many(level), many(level)
-    source.add_all_(sums, STD)
+    source.release_all_(sums, STD)
     for tensor in again:
         source.add_(tensor, STD)
     for rank in (one, two):
@@ -124,7 +124,7 @@ def test_ranks_follow_the_generator_of_the_first(found):
     with pytest.warns(FixedSeedWarning):
         source = make_noise_source(generator=alone)
     sums = [torch.zeros(5), torch.zeros(2)]
-    source.add_all_(sums, STD)
+    source.release_all_(sums, STD)
     assert torch.equal(torch.cat(sums), first["noise"][1])
     assert "noise_generator of rank 1 is 'none'" in first["one sided"]
 

@@ -39,7 +39,7 @@ def test_the_sum_is_the_clipped_sum(dtype, max_grad_norm):
 def test_few_bits_round_and_keep_the_bound():
     """4 bits: rounding to the nearest alone would exceed the norm of 16 by the 23 coordinates' share."""
     grads, coef_B = clipped(400, 1.0)
-    grid = Grid.for_norm(1.0, bits=4)
+    grid = Grid(step=2.0**-4, bound=2**4)
     norms = [sample_norm(grid.quantize([g[[b]] for g in grads], coef_B[[b]])) for b in range(400)]
     assert max(norms) <= 16**2
     nearest = [sum((g[b] * coef_B[b] / grid.step).round().square().sum() for g in grads).item() for b in range(400)]
@@ -54,7 +54,7 @@ def test_few_bits_round_and_keep_the_bound():
 )
 def test_no_gradient_and_no_factor_breaks_the_bound(values, coef, bits):
     grads = [torch.tensor(values).view(1, 2, 3), torch.tensor(values[:2]).view(1, 2)]
-    grid = Grid.for_norm(1.5, bits=bits)
+    grid = Grid(step=1.5 * 2.0**-bits, bound=2**bits)
     assert sample_norm(grid.quantize(grads, torch.tensor([coef]))) <= grid.bound**2
 
 
@@ -62,7 +62,7 @@ def test_the_bound_is_met_to_the_last_step():
     """Factors that are too large, on a coarse grid where one step is an eighth of the bound."""
     grads = [torch.randn(3000, 3, dtype=torch.float64)]
     coef_B = torch.linspace(0.1, 4, 3000, dtype=torch.float64) / grads[0].norm(dim=1)
-    grid = Grid.for_norm(1.0, bits=3)
+    grid = Grid(step=2.0**-3, bound=2**3)
     norms = [sample_norm(grid.quantize([grads[0][[b]]], coef_B[[b]])) for b in range(3000)]
     assert max(norms) == 64
     assert norms.count(0) > 500

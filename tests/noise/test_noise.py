@@ -154,7 +154,7 @@ def test_a_generator_put_back_repeats_noise_and_warns():
     "draw",
     [
         lambda source, tensors: source.release_all_(tensors, 1.0, 2.0),
-        lambda source, tensors: source.add_all_(tensors, 1.0),
+        lambda source, tensors: source.release_all_(tensors, 1.0),
         lambda source, tensors: [source.add_shard_(one, 1.0, offset=0, total=one.numel()) for one in tensors],
         lambda source, tensors: (source.skip(), source.add_(tensors[0], 1.0)),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ghostclip.noise import FastNoise, make_noise_source
-from ghostclip.noise.keyed import BLOCK, add_noise_, draws_at_once, skip_noise
+from ghostclip.noise.keyed import BLOCK, add_noise_, draws_at_once
 
 SHAPES = ((), (3,), (BLOCK - 1,), (5, 7), (2, 0), (BLOCK,), (2 * BLOCK + 3,), (63, 61), (1,))
 
@@ -28,7 +28,7 @@ def test_no_element_goes_without_noise_or_shares_it(level):
     source, values = make_noise_source(level=level), []
     for _ in range(2):
         tensors = zeros()
-        source.add_all_(tensors, 2.0)
+        source.release_all_(tensors, 2.0)
         assert [t.shape for t in tensors] == [torch.Size(shape) for shape in SHAPES]
         values += [t.flatten() for t in tensors]
     drawn = torch.cat(values)
@@ -46,8 +46,8 @@ def test_noise_is_added_in_place_in_any_layout_and_type():
     mixed = [base.t(), torch.full((5,), 7.0, dtype=torch.float64), torch.ones(2), torch.zeros(3, dtype=torch.bfloat16)]
     noise = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in mixed]
     before = [t.clone() for t in mixed]
-    copy.add_all_(noise, 0.5)
-    source.add_all_(mixed, 0.5)
+    copy.release_all_(noise, 0.5)
+    source.release_all_(mixed, 0.5)
     for got, start, added in zip(mixed, before, noise, strict=True):
         torch.testing.assert_close(got, start + added)
     assert not torch.equal(base, torch.arange(12.0).view(3, 4))
@@ -65,8 +65,8 @@ class Both(Doubled):
 
     add_ = Doubled.add_
 
-    def add_all_(self, tensors, std):
-        super().add_all_(tensors, 3 * std)
+    def release_all_(self, tensors, std, divisor=1.0):
+        super().release_all_(tensors, 3 * std, divisor)
 
 
 def test_what_replaces_add_is_not_passed_over(monkeypatch):
@@ -83,6 +83,3 @@ def test_what_replaces_add_is_not_passed_over(monkeypatch):
     wide = [torch.zeros(4000), torch.zeros(4000)]
     add_noise_(Doubled(), wide, 1.0)
     assert torch.cat(wide).std().item() == pytest.approx(2.0, rel=0.05)
-    left = Doubled()
-    skip_noise(left, wide)
-    assert left.state_dict()["position"] == 2

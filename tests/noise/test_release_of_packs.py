@@ -32,7 +32,7 @@ def test_division_rounds_the_noisy_sum(level, std):
     copy = twin(source)
     at_once, one_by_one = sums(), sums()
     add_noise_(source, at_once, std, 7.3)
-    copy.add_all_(one_by_one, std)
+    copy.release_all_(one_by_one, std)
     assert all(torch.equal(a, b / 7.3) for a, b in zip(at_once, one_by_one, strict=True))
     assert source.fingerprint() == copy.fingerprint()
 
