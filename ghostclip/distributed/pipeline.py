@@ -113,10 +113,6 @@ class StageNoise(SharedNoise):
         ]
         noisy_parts_(sums, parts_here(tensors), std, self._source)
 
-    def renew_key(self) -> None:
-        """Refuse a fresh key, which all stages would have to share."""
-        raise InvalidOptionError("renew_key: stages share one key. Make new noise for all of them (noise_sources).")
-
 
 Stage = Any
 """A ``torch.distributed.pipelining.PipelineStage``."""

@@ -238,6 +238,11 @@ class SharedNoise:
         if self._source.generator is not None:
             agree_on_noise_key(self._source, self._group)
 
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The generator that the noise follows, None for a key."""
+        return self._source.generator
+
     def renew_key(self) -> None:
         """Draw from a fresh key from here on, the same on all ranks; called on all of them."""
         self._source.renew_key()

@@ -19,6 +19,7 @@ from ghostclip import _torch
 from ghostclip._files import reason_of
 from ghostclip.distributed import Pipeline
 from ghostclip.distributed.agreement import from_first, world_size
+from ghostclip.distributed.release import SharedNoise
 from ghostclip.distributed.weights import gathered_whole, is_in_parts, parts_for
 from ghostclip.errors import OutputError, ResumeError
 from ghostclip.kernels.sums import content_prints, read_prints
@@ -285,7 +286,7 @@ def branch_off(optimizer: DPOptimizer) -> None:
         noise would tell the difference of their sums.
     """
     source = optimizer.noise_source
-    if isinstance(source, KeyedNoise) and source.generator is None:
+    if isinstance(source, (KeyedNoise, SharedNoise)) and source.generator is None:
         source.renew_key()
 
 

@@ -181,7 +181,8 @@ def test_a_refused_second_backward_leaves_the_compiler_and_the_parameters(waitin
     with pytest.raises(ghostclip.errors.GhostClipError):
         loss.backward()
     assert all(type(p) is nn.Parameter for p in model.parameters())
-    clipper.rest()
+    # What the loop keeps of the batch is followed until the next one.
+    clipper._evidence.loop.rest()
     assert torch._dynamo.eval_frame._stance.stance == "default"
     clipper.reset()
     clipper.backward(model(x).square().sum(1))

@@ -48,6 +48,7 @@ def find(rank: int) -> dict[str, Any]:
     """
     return {
         "batches": _batches(),
+        "gone back": _gone_back(rank),
         "shares": {level: _shares(level) for level in LEVELS},
         "refused": _refused(rank),
         "reseeded": _reseeded(rank),
@@ -101,6 +102,20 @@ def train(
         "epsilon": run.epsilon,
         "level": optimizer.noise_source.level,
     }
+
+
+def _gone_back(rank: int) -> list[str]:
+    """Return the key of the noise as a state is saved, as it is loaded at once, and after a step."""
+    net = model(rank)
+    broadcast_parameters(net)
+    features = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+    run = PrivateRun(TensorDataset(features, torch.arange(40) % 3), model=net).train(1)
+    state, keys = run.optimizer.state_dict(), [run.optimizer.noise_source.state_dict()["key"]]
+    for steps in (0, 1):
+        run.train(steps)
+        run.optimizer.load_state_dict(state)
+        keys.append(run.optimizer.noise_source.state_dict()["key"])
+    return keys
 
 
 def _by_hand(rank: int, wrapper: type[nn.Module]) -> dict[str, Any]:

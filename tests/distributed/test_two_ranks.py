@@ -50,6 +50,15 @@ def test_a_resumed_run_goes_on_on_every_rank(found):
         assert len(batches["resumed"]) == 6 + 10
 
 
+def test_a_run_that_goes_back_draws_from_a_new_key_that_ranks_share(found):
+    one, two = (rank["gone back"] for rank in found)
+    assert one == two
+    saved, at_once, after_a_step = one
+    assert saved == at_once
+    # Another set of processes may go on from the same state: equal noise would tell the difference of their sums.
+    assert after_a_step != saved
+
+
 def test_ranks_apart_do_not_share(found):
     assert [rank["batches"]["apart"] for rank in found] == [1, 1]
 
