@@ -246,6 +246,7 @@ class CaptureContext:
             call, tensors = self._tied(call)
         self._watch.put_last(call.module)
         self._sites_before = len(self.sites.table)
+        # Only the call's frames hold the token: once it is gone, the call is over, even one that an error ended.
         token = hooks.Token(call.kwargs)
         self._running = hooks.Running(call.module, token, self._break_off)
         self._start(call.args, call.kwargs, tensors=tensors)

@@ -93,7 +93,7 @@ class ParamUse:
 
     @property
     def row_map(self) -> RowMap:
-        """The row map in force: the one confirmed at this site if the sizes allow it, else the preferred one."""
+        """The row map in force: the one confirmed at this site; before, "whole" in a batch of one, else the first."""
         chosen = self.site.chosen
         if chosen is None and self.maps:
             return next((row_map for row_map in self.maps if row_map.kind == "whole"), self.maps[0])
@@ -156,6 +156,7 @@ class ParamUse:
         if not origin.func:
             ((name, leaf),) = origin.leaves.items()
             if isinstance(factor, Head):
+                # An embedding tied to the head will ask for the gradients of the rows at these ids.
                 factor.expect(self.forward.looked_up.get(name, ()))
             return [(name, factor)] if leaf.parameter.requires_grad else []
         # A parameter itself may be: an embedding with max_norm renormalises the rows it looks up.

@@ -25,6 +25,7 @@ from ghostclip import _validate
 from ghostclip._memory import PeakMemory, available_bytes, is_out_of_memory
 from ghostclip.checks.dependence import batch_axis_of, record_shared
 from ghostclip.data.loader import PrivateSampler, Records, TakenAsItIs, started, with_entries, worker_options
+from ghostclip.distributed.agreement import noting_each
 from ghostclip.errors import DataError, InvalidOptionError, MissingGradientError
 from ghostclip.optim import BatchToken, DPOptimizer, private_optimizer
 from ghostclip.optim.draws import DrawLog
@@ -490,13 +491,13 @@ class PhysicalBatchLoader(TakenAsItIs):
         try:
             with nullcontext() if draws is None else sampler.tracking():
                 # Workers fetch as soon as they are started.
-                for token, batch in started(partial(DataLoader.__iter__, self), resuming=resuming):
+                for token, batch in noting_each(started(partial(DataLoader.__iter__, self), resuming=resuming)):
+                    if token.chunk == 0 and self.stop_when is not None and self.stop_when():
+                        return
                     if draws is not None and token.chunk == 0:
                         # A checkpoint knows by it where to resume.
                         sampler.mark_delivered()
                     placed = self.on_device(batch, draws)
-                    if token.chunk == 0 and self.stop_when is not None and self.stop_when():
-                        return
                     self._optimizer.begin_physical_batch(token)
                     self._policy.before()
                     yield placed
@@ -506,6 +507,8 @@ class PhysicalBatchLoader(TakenAsItIs):
             # By identity: a loop that is finalised late must not drop what a newer one has accumulated.
             if token is not None:
                 self._optimizer.discard_pending(token=token)
+            if draws is not None:
+                draws.stop()
 
     def run(self, batch: Any, work: Callable[[Any], Any]) -> list[Any]:
         """Run forward and backward on the batch just handed out, in smaller parts where memory runs out."""

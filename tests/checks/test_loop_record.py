@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ghostclip
 from ghostclip import _torch
 from ghostclip.checks.unchecked import LOOP
+from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.errors import LossReductionError, SampleMixingError
 from tests.checks.test_criterion import BATCH, FOLLOW, OWN, C, losses_of
 from tests.process_group import process_group
@@ -456,6 +457,20 @@ def test_what_a_loop_keeps_of_a_batch_may_not_move_several_samples_of_a_later_on
 @pytest.mark.parametrize("name", KEPT_OF_ITSELF)
 def test_what_a_loop_keeps_of_each_record_for_itself_may(name):
     assert _steps(KEPT_OF_ITSELF[name]) == 12
+    assert not _torch.active_modes()
+
+
+def test_a_loop_over_physical_batches_that_is_left_leaves_no_mode():
+    training = _Training()
+    manager = BatchMemoryManager(
+        data_loader=training.loader, max_physical_batch_size=BATCH // 2, optimizer=training.optimizer
+    )
+    with manager as loader:
+        for x, t, _ in loader:
+            loss = losses_of(training.model(x), t).mean()
+            loss.backward()
+            assert _torch.active_modes()
+            break
     assert not _torch.active_modes()
 
 
