@@ -538,7 +538,6 @@ class LoopReplay:
             least = self._tolerance * _largest(one.double().nan_to_num())
             moved = one.isfinite() & ~((one.double() - other.double()).abs() <= least)
             changed += (moved.any() if axis is None else moved.any(1)).cpu()
-        self.has_run = True
         return int(changed.count_nonzero())
 
     def kept(self) -> Kept:
@@ -709,12 +708,14 @@ class Loop:
         ]
         given = [tensor for tensor in inputs if self.is_drawn(tensor) and record.take(tensor)]
         replay = record.replay([*made, *given] if made else (), self._batch_of(forward))
-        fate = "" if replay is None else replay.fate()
+        # In a step that is only followed, nothing but what was kept is looked at.
+        looked_at = None if self.may_keep and not self._unchecked.is_due else replay
+        fate = "" if looked_at is None else looked_at.fate()
         if fate == "mixed":
             raise SampleMixingError(_MIXED_INPUTS)
+        self._report(looked_at)
         if replay is not None and replay.follows_kept():
             raise SampleMixingError(_KEPT)
-        self._report(replay)
         # In other places nothing says which outputs go with which targets.
         self._is_in_order = not fate
 
@@ -723,7 +724,9 @@ class Loop:
         """Yield while a loss is examined; then refuse one that was computed with samples following each other."""
         # What others see says better where. A record holds outputs that nobody else may: it is let go of before.
         record, batch = self.end_record(), self._batch_of(forward)
-        is_known, replay, later = bool(forward.losses), None, None
+        # In a step that is only followed, nothing but what was kept is looked at.
+        looks = not forward.losses and (forward.unproven or not self.may_keep)
+        replay = later = None
         if record is not None and batch.size > 1:
             replay = record.replay(roots, batch)
             # What it keeps of a batch is followed to the next one, not for ever.
@@ -732,11 +735,12 @@ class Loop:
         if record is not None:
             record.clear()
         yield
-        if replay is not None and not is_known and replay.mixes():
+        looked_at = replay if looks else None
+        if looked_at is not None and looked_at.mixes():
             raise LossReductionError(_REFUSED)
+        self._report(looked_at)
         if replay is not None and replay.follows_kept():
             raise LossReductionError(_KEPT)
-        self._report(replay)
         if later is not None:
             self.kept = later.kept()
             self.may_keep = bool(self.kept)

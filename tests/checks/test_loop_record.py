@@ -503,6 +503,7 @@ def test_what_a_loop_keeps_is_looked_at_where_the_loss_is_known():
     one, two, _ = training.loader
     training.criterion(training.model(one[0])[:, 0], one[2]).backward()
     mean = mean + one[2].mean()
+    assert not training.optimizer.clipper._evidence.unchecked.reason(LOOP)
     loss = training.criterion(training.model(two[0])[:, 0], two[2] - mean)
     with pytest.raises(LossReductionError, match="kept of an earlier batch"):
         loss.backward()

@@ -44,7 +44,6 @@ def test_a_sound_model_passes_in_every_strategy():
         assert result.norm_error < 1e-10
         # Something was clipped, so that the bound is met by some sample.
         assert 0.9 < result.sensitivity <= 1 + 1e-9
-    assert {row.name: row.axes for row in report.coverage}["0.weight"] == "axis 0"
     assert report.coverage is not None
     assert len(report.coverage) == 4
     page = str(report)
