@@ -20,7 +20,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.hooks import hooks_before_now, note_tensor_hooks, stop_noting_tensor_hooks
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
 from ghostclip.capture.ranks import Gathering
-from ghostclip.capture.sample_axis import METADATA_KEY
+from ghostclip.capture.sample_axis import USE_KEY
 from ghostclip.errors import LossReductionError
 
 # On the node of a model's output: its forward.
@@ -204,7 +204,7 @@ def _reached(nodes: Sequence[Any]) -> list[ForwardContext]:
             reached.append(forward)
             waiting.discard(forward)
         # Below a layer there is nothing but its forward; `refuse_unseen` refuses another private model there.
-        if METADATA_KEY not in node.metadata:
+        if USE_KEY not in node.metadata:
             pending += [following for following, _ in node.next_functions if following is not None]
     return reached
 
@@ -212,7 +212,7 @@ def _reached(nodes: Sequence[Any]) -> list[ForwardContext]:
 def forward_at(node: Any) -> ForwardContext | None:
     """Return the forward that a node of the graph belongs to, if it made an output or consumed a parameter."""
     notes = node.metadata
-    use = notes.get(METADATA_KEY)
+    use = notes.get(USE_KEY)
     return notes.get(FORWARD_KEY) if use is None else use.forward
 
 
@@ -237,7 +237,7 @@ def is_output(edge: Edge) -> bool:
     """Return whether a value is a layer's output, or a model's output with rows of samples: no part of a loss."""
     # False for a scalar that the model computed from its own outputs: it goes on inside.
     notes = edge[0].metadata
-    return METADATA_KEY in notes or (FORWARD_KEY in notes and bool(shape_at(edge)))
+    return USE_KEY in notes or (FORWARD_KEY in notes and bool(shape_at(edge)))
 
 
 def leads_to_forward(edge: Edge) -> bool:

@@ -29,7 +29,7 @@ from ghostclip.capture.param_use import ParamUse, attached, no_axis_message, sit
 from ghostclip.capture.row_maps import row_maps
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
-from ghostclip.factors import Dense, Factor, Sampled
+from ghostclip.factors import Dense, Factor, FromSampler
 from ghostclip.factors.base import to_accumulation, zero_dropped
 from ghostclip.rules.registry import Sampler, Samplers, samplers_of
 
@@ -80,8 +80,8 @@ def agrees(call: "_CallRows", module: nn.Module, factors: Mapping[str, Factor], 
     allowed = _RTOL.get(grad_n.dtype, 0.1) * largest
     for name, grad in wanted.items():
         factor = factors[name]
-        norms = isinstance(factor, Sampled)
-        got = factor.norm_B[sample] if isinstance(factor, Sampled) else factor.materialize()[sample]
+        norms = isinstance(factor, FromSampler)
+        got = factor.norm_B[sample] if isinstance(factor, FromSampler) else factor.materialize()[sample]
         off = float((got - (grad.norm() if norms else grad).to(got.dtype)).abs().max()) if got.numel() else 0.0
         if not off <= allowed * (grad.numel() ** 0.5 if norms else 1):
             raise UnsupportedModelError(
@@ -338,7 +338,7 @@ def _factors(rows: _CallRows) -> dict[str, Factor]:
         return {name: rows.summed(grads_n) for name, grads_n in rows.gradients().items()}
     sums = _CallSums(rows)
     return {
-        name: Sampled(norm_B, _LaterGradient(rows, name, sums), shape=rows.call.tracked[name].origin.value.shape)
+        name: FromSampler(norm_B, _LaterGradient(rows, name, sums), shape=rows.call.tracked[name].origin.value.shape)
         for name, norm_B in rows.sampled(norms, norms=True).items()
     }
 

@@ -30,7 +30,7 @@ from ghostclip.capture.derive import pull_back
 from ghostclip.capture.forward import Counted, ForwardContext
 from ghostclip.capture.nodes import SavedTensors, enter_graph, may_cast, save_tensors, under_checkpoint, without_view
 from ghostclip.capture.row_maps import RowMap
-from ghostclip.capture.sample_axis import METADATA_KEY, SampleAxis, leads_to, set_metadata
+from ghostclip.capture.sample_axis import USE_KEY, SampleAxis, leads_to, set_metadata
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import AtIndex, Diagonal, Factor, Head, Outer, Permuted, Rows, Stacked, Windows
@@ -323,7 +323,7 @@ def attached_again(use: ParamUse, output: Tensor, *, anchored: bool, counted: Co
     count(use, node, use.behind, counted)
     if type(use.node) is not SavedTensors and under_checkpoint():
         forward.record_checkpointing(again=False)
-    set_metadata(node, METADATA_KEY, use)
+    set_metadata(node, USE_KEY, use)
     return output
 
 
@@ -356,7 +356,7 @@ def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Ten
         output = enter_graph(output, anchor)
     node = _torch.hear_gradient(output, hook)
     register(use, node, rows.grad_fn)
-    set_metadata(node, METADATA_KEY, use)
+    set_metadata(node, USE_KEY, use)
     return output
 
 

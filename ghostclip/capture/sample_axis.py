@@ -19,7 +19,7 @@ from ghostclip import _torch
 
 _MAX_NODES = 256  # that are searched for a captured operation; for rows, of which there may be many parts, more
 _MAX_STEPS, _NEARBY = 2048, 6
-METADATA_KEY = "ghostclip_use"
+USE_KEY = "ghostclip_use"
 # On a node whose output's rows are known: a `SampleAxis`.
 ROWS_KEY = "ghostclip_rows"
 # The index by which a node picks rows, or one or none for each axis, as autograd saves it: activation checkpointing
@@ -112,7 +112,7 @@ _kinds: dict[type, tuple[_Step | None, _Meeting | None]] = {}
 
 
 def set_metadata(node: Any, key: str, value: Any) -> None:
-    """Store a value in a node's metadata: under `METADATA_KEY` its use, under `ROWS_KEY` its rows."""
+    """Store a value in a node's metadata: under `USE_KEY` its use, under `ROWS_KEY` its rows."""
     _noted_kinds.add(type(node))
     node.metadata[key] = value
 
@@ -157,7 +157,7 @@ def _noted(node: Any) -> Any:
     """Return the sample axis stored on a node, or that of its use; `_NOTHING` where there is none."""
     if type(node) not in _noted_kinds:
         return _NOTHING
-    use = node.metadata.get(METADATA_KEY)
+    use = node.metadata.get(USE_KEY)
     return node.metadata.get(ROWS_KEY, _NOTHING) if use is None else use.sample_axis()
 
 
@@ -831,7 +831,7 @@ def leads_to(tensor: Tensor, anchor: Tensor) -> bool:
         node = pending.pop()
         if node is None:
             continue
-        if METADATA_KEY in node.metadata or _torch.leaf_of(node) is anchor:
+        if USE_KEY in node.metadata or _torch.leaf_of(node) is anchor:
             return True
         seen += 1
         pending += [following for following, _ in reversed(node.next_functions)]

@@ -26,7 +26,7 @@ from ghostclip.capture.hooks import hooks_at, hooks_of_others, hooks_set_on, ref
 from ghostclip.capture.nodes import Edge, edge_of, nodes_behind, shape_at
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.row_maps import FOLDED, WHOLE, RowMap, candidates
-from ghostclip.capture.sample_axis import METADATA_KEY, has_one_axis
+from ghostclip.capture.sample_axis import USE_KEY, has_one_axis
 from ghostclip.capture.substitution import gradients_at
 from ghostclip.checks.linear_paths import linear_ends, of_few_digits
 from ghostclip.checks.probe import (
@@ -247,7 +247,7 @@ def refuse_hooks_of_layers(roots: Iterable[Any], forward: ForwardContext) -> Non
         A look at every node of the graph.
     """
     for node in nodes_behind([edge_of(root)[0] for root in roots]):
-        use = node.metadata.get(METADATA_KEY)
+        use = node.metadata.get(USE_KEY)
         if use is not None and any(_torch.hooks_of_node(node)):
             location, name = forward.around.describe(use.site.names[0]), type(node).__name__
             raise UnsupportedModelError(_ON_A_LAYER.format(place=location, site=use.site.describe(), node=name))
@@ -371,7 +371,7 @@ def proved_outputs(begun: Sequence[Start]) -> dict[Edge, _Rows]:
         if edge[0] is None or edge in seen:
             continue
         seen.add(edge)
-        row_map, use = edge[0].metadata.get(_PROVED, {}).get(edge[1]), edge[0].metadata.get(METADATA_KEY)
+        row_map, use = edge[0].metadata.get(_PROVED, {}).get(edge[1]), edge[0].metadata.get(USE_KEY)
         if row_map is not None:
             proved[edge] = row_map, ()
         elif use is not None:
@@ -385,7 +385,7 @@ def takes_outputs_alone(root: Any) -> bool:
     """Return whether a loss depends on the model through proved outputs alone; refuse rows of unknown samples."""
     entries = proved_outputs([Start(GradientSource.of(root), WHOLE)])
     beside = [node for node, number in entries if number not in node.metadata.get(_PROVED, {})]
-    for use in (node.metadata[METADATA_KEY] for node in beside):
+    for use in (node.metadata[USE_KEY] for node in beside):
         if use.site.chosen is None and use.row_map.kind in FOLDED:
             place = use.forward.around.describe(use.site.names[0])
             raise BatchAxisError(_BESIDE.format(place=place, site=use.site.describe(), size=use.forward.batch_size))

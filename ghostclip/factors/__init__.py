@@ -10,7 +10,7 @@ from ghostclip.factors.head import Head, HeadBias
 from ghostclip.factors.inner import inner, joined
 from ghostclip.factors.outer import Outer
 from ghostclip.factors.rows import Rows
-from ghostclip.factors.wrapped import AtIndex, Permuted, Sampled, Stacked
+from ghostclip.factors.wrapped import AtIndex, FromSampler, Permuted, Stacked
 
 __all__ = [
     "Dense",
@@ -22,7 +22,7 @@ __all__ = [
     "Permuted",
     "AtIndex",
     "Rows",
-    "Sampled",
+    "FromSampler",
     "SquaredNorm",
     "Stacked",
     "Windows",

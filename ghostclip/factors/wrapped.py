@@ -222,7 +222,7 @@ class ParameterGradients(Protocol):
         """Return ``Σ_b coef_B[b]·g_b`` over the samples where ``keep_B`` is True."""
 
 
-class Sampled(_Reshaped):
+class FromSampler(_Reshaped):
     """A registered norm sampler's norms, and gradients that `source` forms; ``keep_B``: samples that stay."""
 
     def __init__(
@@ -244,9 +244,9 @@ class Sampled(_Reshaped):
     def add_clipped_sum_(self, coef_B: Tensor, out: Tensor) -> None:
         out += self.source.weighted_sum(coef_B, self.keep_B).to(out.dtype).reshape(out.shape)
 
-    def masked(self, keep_B: Tensor) -> "Sampled":
+    def masked(self, keep_B: Tensor) -> "FromSampler":
         keep_B = keep_B.to(self.keep_B.device) & self.keep_B
-        return Sampled(zero_dropped(keep_B, self.norm_B), self.source, shape=self.shape, keep_B=keep_B)
+        return FromSampler(zero_dropped(keep_B, self.norm_B), self.source, shape=self.shape, keep_B=keep_B)
 
     def selected(self, index_D: Tensor) -> Dense:
         """Return the factor of a few samples, materialised."""

@@ -37,7 +37,7 @@ from ghostclip.capture.blocks import BLOCK_KEY, BlockCall
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.capture.sample_axis import METADATA_KEY
+from ghostclip.capture.sample_axis import USE_KEY
 from ghostclip.errors import InvalidOptionError
 from ghostclip.factors import convolution, planner
 from ghostclip.factors.base import accumulation_dtype
@@ -76,7 +76,7 @@ def passing_of(nodes: Sequence[Any]) -> list[tuple[int, int]]:
         before = _alive(waiting, arrived)
         added = _pass_on(node, waiting, arrived)
         passing.append((before, _alive(waiting, arrived) + added + int(getattr(node, "workspace", 0))))
-        use = node.metadata.get(METADATA_KEY)
+        use = node.metadata.get(USE_KEY)
         # A use of a matrix or a kernel may store the gradient of its output as it arrives: it is counted as the use's.
         if use is not None and any(tracked.origin.value.dim() > 1 for tracked in use.targets.values()):
             for gradient in arrived:
@@ -417,7 +417,7 @@ def timeline_behind(use: ParamUse, grad: Tensor, parameters: Collection[Tensor])
 
 
 def _step_of(node: Any, waiting: tuple[int, int], constant: set[int], forward: ForwardContext) -> Step:
-    use, arriving = node.metadata.get(METADATA_KEY), _bytes_of(_torch.outputs_of(node))
+    use, arriving = node.metadata.get(USE_KEY), _bytes_of(_torch.outputs_of(node))
     inputs = storages(inputs_of(use), constant)
     saved = storages(_torch.saved_tensors(node), constant) | inputs
     step = Step(use, saved, inputs, arriving, *waiting, node.metadata.get(BLOCK_KEY))
@@ -572,7 +572,7 @@ def cut_at(number: int, loss: Tensor, forward: ForwardContext) -> Cut | None:
     # leaf outside the model.
     nodes = nodes_behind([loss.grad_fn])
     ending = [node for node in nodes if node.metadata.get(BLOCK_KEY) == number]
-    uses = {node: node.metadata[METADATA_KEY] for node in nodes if METADATA_KEY in node.metadata}
+    uses = {node: node.metadata[USE_KEY] for node in nodes if USE_KEY in node.metadata}
     if len(ending) != 1 or any(use.forward is not forward for use in uses.values()):
         return None
     cut = ending[0]
