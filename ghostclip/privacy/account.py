@@ -12,6 +12,7 @@ import hashlib
 import logging
 import math
 import os
+import secrets
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -230,9 +231,10 @@ class Account:
         self.unchecked: list[Unchecked] = []  # checks of the models that could not run
         self._owner: Owner | None = None  # the object and process that may charge; None before the first optimizer
         self.charged = False  # whether this process has charged a release
-        # by run (see `_run_of`), the number up to which the account has its releases: it tells which of two accounts,
+        # by run (see `run_of`), the number up to which the account has its releases: it tells which of two accounts,
         # saved or in memory, continues the other; a release that is made again has the number that it had
         self.runs: dict[str, int] = {}
+        self._unkeyed: dict[int, str] = {}  # runs of noise sources without a key, by `id`
         self._released = Counter[Kind]()  # number of charges of each kind
         accountant.set_counts(self._released)
         if ledger is not None and ledger.entries:
@@ -593,9 +595,11 @@ class Account:
         )
 
     def _run_of(self, optimizer: DPOptimizer) -> str:
-        """Return the run that a release belongs to: a digest of the optimizer's noise key, 16 hexadecimal digits."""
-        key = optimizer.noise_source.state_dict()["key"]
-        return hashlib.sha256(f"ghostclip run {key}".encode()).hexdigest()[:16]
+        """Return the run that a release belongs to: a digest of the optimizer's noise key."""
+        # A source of the user's own need not have one.
+        return run_of(optimizer.noise_source.state_dict()) or self._unkeyed.setdefault(
+            id(optimizer.noise_source), secrets.token_hex(8)
+        )
 
 
 def _charges_in(state: Mapping[str, Any], relation: str) -> list[Charge]:
@@ -608,3 +612,9 @@ def _charges_in(state: Mapping[str, Any], relation: str) -> list[Charge]:
 def _includes(runs: Mapping[str, int], others: Mapping[str, int]) -> bool:
     """Return whether an account has every release that another has, by their `runs`."""
     return all(runs.get(run, 0) >= number for run, number in others.items())
+
+
+def run_of(noise_state: Mapping[str, Any]) -> str | None:
+    """Return a digest of the key in a noise source's state, 16 hexadecimal digits, or None if it has no key."""
+    key = noise_state.get("key")
+    return None if key is None else hashlib.sha256(f"ghostclip run {key}".encode()).hexdigest()[:16]

@@ -25,7 +25,7 @@ from ghostclip.errors import OutputError, ResumeError
 from ghostclip.kernels.sums import content_prints, read_prints
 from ghostclip.noise.keyed import KeyedNoise, plain
 from ghostclip.optim import DPOptimizer
-from ghostclip.privacy.account import Account
+from ghostclip.privacy.account import Account, run_of
 from ghostclip.privacy.budget import coordinates_of
 from ghostclip.privacy.sampling import Sampling
 
@@ -260,7 +260,8 @@ def with_fresh_randomness(
     fresh = {name: value for name, value in checkpoint.items() if name not in (NOISE, GENERATORS, RELEASES, COMPILED)}
     # The next step is charged as one of another pass.
     fresh[SAMPLING] = {}
-    if NOISE in checkpoint and checkpoint[NOISE]["key"] == optimizer.noise_source.state_dict()["key"]:
+    saved_run = run_of(checkpoint.get(NOISE, {}))
+    if saved_run is not None and run_of(optimizer.noise_source.state_dict()) == saved_run:
         raise ResumeError(
             "noise: this optimizer adds the same noise as the saved run (by the generator or seed that was given, or "
             "because it is that run), which must not hide other sums. Make the training private anew, without a "

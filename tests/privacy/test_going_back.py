@@ -236,3 +236,25 @@ def test_a_ledger_that_would_lower_the_account_is_refused(kind, through, tmp_pat
     assert resumed.noise == noise
     assert resumed.engine.accountant.history == held
     assert not resumed.optimizer.state
+
+
+class _NoKey:
+    """Noise of the user's own, with a state that has no key."""
+
+    level = "fast"
+
+    def add_(self, tensor, std):
+        tensor.add_(torch.randn_like(tensor), alpha=std)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        assert not state
+
+
+def test_noise_of_the_users_own_needs_no_key():
+    run = Run()
+    run.optimizer.noise_source = _NoKey()
+    run.train(2)
+    assert run.steps == run.optimizer.releases == 2

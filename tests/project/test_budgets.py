@@ -24,7 +24,7 @@ ROOT = Path(ghostclip.__file__).parent
 ROOMS = {
     ".": 4_940, "accounting": 1_620, "audit": 455, "capture": 5_600, "checks": 4_905, "clipping": 3_145,
     "compat": 735, "data": 1_450, "distributed": 1_795, "factors": 1_525, "finetune": 1_460, "graph": 2_140,
-    "integrations": 1_505, "kernels": 2_215, "noise": 845, "optim": 1_195, "planning": 775, "privacy": 1_785,
+    "integrations": 1_505, "kernels": 2_215, "noise": 845, "optim": 1_195, "planning": 775, "privacy": 1_795,
     "rules": 1_265, "validation": 1_735,
 }  # fmt: skip
 FILES, SMALL_FILES, SMALL = 170, 24, 60
