@@ -17,6 +17,7 @@ changes.
 Shape letter: B samples.
 """
 
+import atexit
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -362,6 +363,10 @@ class LoopRecord(TorchFunctionMode):
         return needed[::-1]
 
 
+# Modules are gone when what a script leaves unfinished ends.
+atexit.register(LoopRecord.end)
+
+
 def _ends(func: Any) -> bool:
     """Return whether a function ends a record: a backward, or what exchanges something with other ranks."""
     return func in _BACKWARDS or _BETWEEN_RANKS.search(f"{getattr(func, '__module__', '')} {func}") is not None
@@ -685,7 +690,8 @@ class Loop:
 
     def rest(self) -> None:
         """Follow no longer what is kept: whoever takes batches takes no more."""
-        if LoopRecord.open is None and LoopRecord.entered:
+        # Through records of its own: a pass that a script leaves unfinished ends when modules are gone already.
+        if any(record.open is None and record.entered for record in self._latest):
             self.end_record()
 
     def step(self) -> None:

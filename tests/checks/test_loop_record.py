@@ -6,6 +6,8 @@ import gc
 import itertools
 import math
 import operator
+import subprocess
+import sys
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -787,3 +789,25 @@ def test_functions_are_compiled_in_steps_that_are_not_checked_and_for_no_mode():
         log(loss.detach())
         training.optimizer.step()
     assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_script_that_ends_within_a_pass_prints_nothing(steps):
+    script = f"""
+import torch, ghostclip
+model, data = torch.nn.Linear(4, 2), torch.utils.data.TensorDataset(torch.randn(40, 4))
+model, optimizer, loader = ghostclip.PrivacyEngine().make_private(
+    module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    data_loader=torch.utils.data.DataLoader(data, batch_size=8), noise_multiplier=1.0, max_grad_norm=1.0)
+batches = iter(loader)
+for _ in range({steps}):
+    (x,) = next(batches)
+    loss = model(x).square().sum(1)
+    kept = loss.detach()
+    loss.mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
