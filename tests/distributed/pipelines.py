@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from ghostclip import PrivacyEngine, _torch
+from ghostclip import DPOptimizer, PrivacyEngine, _torch
 from ghostclip.distributed import Pipeline, PipelineClipper
 from ghostclip.distributed.release import fingerprint
 from ghostclip.errors import GhostClipError, InvalidOptionError
@@ -127,6 +127,33 @@ def clipped(rank: int, ranks: int, name: str, *, resets: bool = True) -> dict:
     return {"sums": found, "norms": clipper.per_sample_norms, "passes": passes, "forwards": forwards}
 
 
+def released_by_stage(rank: int, ranks: int, name: str) -> dict[str, Any]:
+    """Two releases of this rank's stages, each by an optimizer of its own, and the state of their noise before."""
+    stages, model = stages_of(rank, ranks, name)
+    schedule = schedule_of(name, stages, mean_loss)
+    clipper, names = PipelineClipper(stages, max_grad_norm=BOUND), {id(p): key for key, p in model.named_parameters()}
+    sources = clipper.noise_sources("secure")
+    begun, released = sources[0].state_dict(), []
+    optimizers = [
+        DPOptimizer(
+            torch.optim.SGD(stage.submod.parameters(), lr=0.0), noise_multiplier=0.5, expected_batch_size=SAMPLES,
+            clipper=one, noise_source=source,
+        )
+        for stage, one, source in zip(stages, clipper.clippers, sources, strict=True)
+    ]  # fmt: skip
+    for _ in range(2):
+        with clipper.step():
+            run_schedule(schedule, stages, *batch())
+        for optimizer in optimizers:
+            optimizer.step()
+        own = [parameter for stage in stages for parameter in stage.submod.parameters()]
+        released.append({names[id(parameter)]: parameter.grad.clone() for parameter in own})
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    clipper.remove()
+    return {"noise": begun, "released": released}
+
+
 def find(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     """Return what one rank finds.
 
@@ -140,6 +167,7 @@ def find(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {name: clipped(rank, ranks, name) for name in (*SINGLE, *SEVERAL)}
     found["added up"] = {name: clipped(rank, ranks, name, resets=False) for name in ENGINE}
+    found["by stage"] = {name: released_by_stage(rank, ranks, name) for name in ENGINE}
     found["refused"] = refusals(rank, ranks)
     found["engine"] = {name: engine_trained(rank, ranks, name=name) for name in ENGINE}
     if ranks > 2:

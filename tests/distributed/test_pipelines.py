@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from ghostclip.noise import make_noise_source
+from ghostclip.noise.keyed import add_noise_
 from tests import reference
 from tests.distributed import pipelines
 from tests.distributed.spawned import found_by_ranks
@@ -57,6 +59,21 @@ def test_sums_of_several_steps_of_a_schedule_add_up(found, name):
         assert rank["added up"][name]["passes"] == [2] * len(rank["added up"][name]["passes"])
         for key, value in rank["added up"][name]["sums"].items():
             torch.testing.assert_close(value, 2 * rank[name]["sums"][key], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", pipelines.ENGINE)
+def test_optimizers_of_stages_release_what_one_process_does(found, name):
+    """Each stage by an optimizer of its own, with its part of one draw of noise."""
+    alone = _alone(max(2, (2 * len(found) if name in pipelines.SEVERAL else len(found)) - 2))
+    source = make_noise_source(level="secure")
+    source.load_state_dict(found[0]["by stage"][name]["noise"])
+    for number in range(2):
+        released = {key: value for rank in found for key, value in rank["by stage"][name]["released"][number].items()}
+        assert released.keys() == alone.clipped.keys()
+        noisy = {key: alone.clipped[key].clone() for key in released}
+        add_noise_(source, [noisy[key] for key in alone.clipped], 0.5 * pipelines.BOUND)
+        for key, value in released.items():
+            torch.testing.assert_close(value, noisy[key] / pipelines.SAMPLES, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:noise_multiplier=0")
