@@ -10,7 +10,7 @@ import re
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -259,6 +259,15 @@ def _predictable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Tests know which forwards are asked about, those of powers of four, but for tests of the schedule itself."""
     if "unpredictable" not in request.fixturenames:
         monkeypatch.setattr(unchecked, "forwards_between", lambda number, _: 3 * number)
+
+
+@pytest.fixture
+def default_device() -> Iterator[Callable[[str | None], None]]:
+    """Sets torch's default device, which the test does not leave behind."""
+    yield torch.set_default_device
+    torch.set_default_device(None)
+    # torch 2.8 asks the one that is no device for its device.
+    vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
 
 
 @pytest.fixture

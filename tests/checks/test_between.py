@@ -91,7 +91,7 @@ def _step(way, strategy):
     for n in range(B):
         loss = functional.cross_entropy(way(model, model.encoder(x[n : n + 1])), labels[n : n + 1])
         grads = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True, allow_unused=True)
-        share = min(1.0, 0.1 / float(sum(g.square().sum() for g in grads).sqrt()))
+        share = min(1.0, 0.1 / float(sum(g.detach().square().sum() for g in grads).sqrt()))
         for total, grad in zip(expected.values(), grads, strict=True):
             total.add_(grad, alpha=share)
     return sums, expected

@@ -730,14 +730,11 @@ def test_within_a_mode_that_may_end_nothing_is_recorded(mode):
         _Training().step(lambda m, x, t, r: _above_median(losses_of(m(x), t)))
 
 
-def test_a_default_device_hides_nothing():
-    torch.set_default_device("cpu")
-    try:
-        with pytest.raises(LossReductionError):
-            _Training().step(lambda m, x, t, r: _above_median(losses_of(m(x), t)))
-        _Training().step(lambda m, x, t, r: losses_of(m(x), t).mean())
-    finally:
-        torch.set_default_device(None)
+def test_a_default_device_hides_nothing(default_device):
+    default_device("cpu")
+    with pytest.raises(LossReductionError):
+        _Training().step(lambda m, x, t, r: _above_median(losses_of(m(x), t)))
+    _Training().step(lambda m, x, t, r: losses_of(m(x), t).mean())
 
 
 def _mixed(x):
