@@ -69,6 +69,7 @@ class ForwardContext:
     retained: bool = False  # its graph outlives that backward, for another one
     unproven: bool = False  # a use came from a call site on which there is no evidence yet
     proves: bool = True  # whether its evidence counts: not where its samples are copies of one
+    compared: bool = False  # its outputs were, with those of other samples in its batch
     rehearsed: bool = False  # it was proved on a run of its own, before it ran
     # numbers (``id``) of the tensors that the model was called with, whose batch axis is declared
     inputs: frozenset[int] = frozenset()
@@ -164,10 +165,6 @@ class ForwardContext:
         for proved, way in self.new_ways:
             proved.add(way)
         self.new_ways.clear()
-
-    def restart(self) -> None:
-        """Count hooks of others from now on: those set before belong to the rehearsal."""
-        self.hooks_before = hooks_before_now()
 
     def merge(self, other: "ForwardContext") -> None:
         """Add another forward's losses, padding and open proofs to this one's, as one loss follows from both."""

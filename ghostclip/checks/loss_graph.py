@@ -382,14 +382,14 @@ def proved_outputs(begun: Sequence[Start]) -> dict[Edge, _Rows]:
 
 
 def takes_outputs_alone(root: Any) -> bool:
-    """Return whether a loss depends on the model through proved outputs alone; refuse rows of unknown samples."""
+    """Return whether a loss takes only outputs of compared forwards; refuse rows of unknown samples."""
     entries = proved_outputs([Start(GradientSource.of(root), WHOLE)])
-    beside = [node for node, number in entries if number not in node.metadata.get(_PROVED, {})]
-    for use in (node.metadata[USE_KEY] for node in beside):
+    beside = [node.metadata[USE_KEY] for node, number in entries if number not in node.metadata.get(_PROVED, {})]
+    for use in beside:
         if use.site.chosen is None and use.row_map.kind in FOLDED:
             place = use.forward.around.describe(use.site.names[0])
             raise BatchAxisError(_BESIDE.format(place=place, site=use.site.describe(), size=use.forward.batch_size))
-    return not beside
+    return not any(use.forward.compared for use in beside)
 
 
 def separates_samples(

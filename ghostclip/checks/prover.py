@@ -23,6 +23,7 @@ from ghostclip.capture import backward_entry
 from ghostclip.capture.call_sites import CONSTANT, MAX_WAYS, UNKNOWN, Resized, shapes_of
 from ghostclip.capture.context import CaptureContext, ModuleCall, has_rows_of_samples, outputs_of, tracked_among
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.hooks import hooks_before_now
 from ghostclip.capture.inputs import as_flat, packed_inputs
 from ghostclip.capture.nodes import Edge, edge_of, under_checkpoint
 from ghostclip.capture.ranks import Exchanges, on_any, refuse_split_positions
@@ -132,8 +133,9 @@ class Evidence:
         self._randomness: Randomness | None = None  # the generators' states as it began
         # The number of the first node of the graph that the forward that runs may make.
         self._began = 0
-        # Attributes of modules in which a forward leaves values of samples, and shapes of what the resized one left.
-        self._left: tuple[AttributeKey, ...] = ()
+        # Attributes of modules in which forwards leave values of samples, by the called module, and the one that runs;
+        # shapes of what the resized one left.
+        self._called, self._left_by = 0, dict[int, tuple[AttributeKey, ...]]()
         self._resized_left: dict[AttributeKey, tuple[int, ...]] = {}
 
     def renew(self) -> None:
@@ -182,7 +184,7 @@ class Evidence:
         self._loss_ways.add(self._loss_depth(root, forward))
         # A proof of the forward compared its outputs alone, and of values that the loss takes from inside the model
         # none, which is said; unless nothing at all was compared (it returns no rows of samples): that was said before.
-        if not takes_outputs_alone(root) and forward.unproven and not self.unchecked.reason(REPLACED):
+        if not takes_outputs_alone(root) and not self.unchecked.reason(REPLACED):
             self.unchecked.missed("the loss takes them from inside the model", BESIDE)
             self.unchecked.warn()
 
@@ -243,7 +245,7 @@ class Evidence:
         # Refused where torch splits sequences over ranks, and nobody says over which.
         if not self._splits_sequences:
             refuse_split_positions(capture.model)
-        forward = capture.forward
+        forward, self._called = capture.forward, id(call.module)
         if LoopRecord.open is not None or self.loop.may_keep:
             self.loop.look_at_inputs(inputs, forward)
         records = forward.batch_size if self.records_of is None else self.records_of(forward.batch_size)
@@ -327,7 +329,8 @@ class Evidence:
             return
         finally:
             capture.forward = forward
-            forward.restart()
+            # Hooks of others that were set before belong to the rehearsal.
+            forward.hooks_before = hooks_before_now()
 
     def end(self, capture: CaptureContext, call: ModuleCall, output: Any) -> Any:
         """Prove the forward that ended, unless a rehearsal has; return its output, or that of a second reading."""
@@ -343,7 +346,7 @@ class Evidence:
         if due or rehearsed is not None:
             self._refuse_mixed_inputs(capture, call)
         if rehearsed is not None and not (capture.forward.new_ways or writes):
-            self._hand_on(capture, output, rehearsed)
+            rehearsed.hand_on(self._shown(capture, output), capture.forward)
             capture.forward.prove()
             return output
         if not (due or writes or self._reruns or self._state is not None):
@@ -356,18 +359,14 @@ class Evidence:
             self._drew |= any(_torch.version(tensor) != version for tensor, version in versioned)
         with _unseen(capture, call) if due or writes or self._reruns else nullcontext():
             output, rows = self._prove(capture, call, lambda: output, again=lambda: call, writes=writes)
-        self._hand_on(capture, output, _Rehearsed(rows, capture.forward.padded))
+        _Rehearsed(rows, capture.forward.padded).hand_on(self._shown(capture, output), capture.forward)
         return output
-
-    def _hand_on(self, capture: CaptureContext, output: Any, rehearsed: "_Rehearsed") -> None:
-        """Store on the outputs' nodes what was proved of them."""
-        if rehearsed.rows or rehearsed.padded:
-            rehearsed.hand_on(self._shown(capture, output), capture.forward)
 
     def _shown(self, capture: CaptureContext, output: Any) -> list[Tensor]:
         """Return the tensors of a forward's output, and those that it left in attributes of modules."""
-        held = tensors_in(capture.model.modules()) if self._left else {}
-        return [*_parts_of(output), *(held.get(key, torch.empty(0)) for key in self._left)]
+        left = self._left_by.get(self._called, ())
+        held = tensors_in(capture.model.modules()) if left else {}
+        return [*_parts_of(output), *(held.get(key, torch.empty(0)) for key in left)]
 
     def _record_left(self, capture: CaptureContext, output: Any) -> None:
         """Record the attributes of modules in which the forward left values of samples, which a loss may read."""
@@ -375,7 +374,7 @@ class Evidence:
         if resized is None:
             return
         returned = set(map(id, _parts_of(output)))
-        self._left = tuple(
+        self._left_by[self._called] = tuple(
             key
             for key, tensor in tensors_in(capture.model.modules()).items()
             if tensor.grad_fn is not None
@@ -574,7 +573,7 @@ class Evidence:
         forward.has_float16 = torch.float16 in (forward.autocast, *(tensor.dtype for tensor in tensors))
         if forward.resized is not None:
             shapes = [shape for number, shape in enumerate(forward.resized.outputs) if number not in tracked]
-            shapes += [self._resized_left[key] for key in self._left]
+            shapes += [self._resized_left[key] for key in self._left_by.get(self._called, ())]
             axes = forward.resized.compared(shapes_of(outputs), tuple(shapes))
             capture.sites.outputs = () if axes is None else axes
         if self.hands_on:
@@ -820,6 +819,7 @@ class _Rehearsed:
         mark_proved(
             [Start(GradientSource.of(parts[number]), rows) for number, rows in self.rows.items() if number < len(parts)]
         )
+        forward.compared = bool(self.rows)
         trained = (one for one in self.padded if one.number < len(parts) and parts[one.number].grad_fn is not None)
         forward.padded = [replace(one, edge=edge_of(parts[one.number])) for one in trained]
 

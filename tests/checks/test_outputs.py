@@ -196,6 +196,32 @@ def test_a_loss_of_another_form_in_a_later_step_takes_nothing_from_inside():
     assert not clipper.unchecked.reason(BESIDE)
 
 
+_SEVERAL = {
+    "two views": lambda m, x: m(x + 0.1 * torch.randn_like(x)).sum(1).exp() + m(x).square().sum(1),
+    "a layer by itself": lambda m, x: m(x).sum(1) + m.layer(x).square().sum((1, 2)),
+    "a layer by itself before": lambda m, x: m.layer(x).square().sum((1, 2)) + m(x).sum(1),
+    "a layer and an attribute": lambda m, x: m(x).sum(1) + m.layer(x).square().sum((1, 2)) + m.seen.sum((1, 2)).sin(),
+}
+
+
+@pytest.mark.parametrize("form", ["", "attribute"])
+@pytest.mark.parametrize("losses", _SEVERAL)
+def test_a_loss_of_several_forwards_is_exact_and_takes_nothing_from_inside(losses, form):
+    """Whichever of them is looked at; what one left in an attribute is not what another leaves."""
+    model, x = _Model(form, _OWN["nothing"]).double(), _data(5).double()
+    alone, losses = copy.deepcopy(model), _SEVERAL[losses]
+    if form != "attribute" and losses is _SEVERAL["a layer and an attribute"]:
+        form, model.form, alone.form = "attribute", "attribute", "attribute"
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.1)
+    for step in range(9):
+        torch.manual_seed(step)
+        clipper.backward(losses(model, x))
+    assert not clipper.unchecked.reason(BESIDE)
+    for sample, norm in enumerate(clipper.per_sample_norms if losses is not _SEVERAL["two views"] else ()):
+        grads = torch.autograd.grad(losses(alone, x[sample : sample + 1]).sum(), list(alone.parameters()))
+        torch.testing.assert_close(norm, torch.cat([grad.flatten() for grad in grads]).norm())
+
+
 # What a stage of a pipeline returns beside rows of samples; a last one would take them for itself.
 _HANDED_ON = {
     "a number": lambda h, x: h.detach().mean(),
