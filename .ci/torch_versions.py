@@ -3,9 +3,9 @@
     python .ci/torch_versions.py 2.8.0 2.15.0
 
 The core tests are what a version of torch could break: the behaviour of its private names, exactness against one-sample
-autograd and sensitivity for every case of the table, the compiler, the engine, accounting, resuming. Tests that need a
-library that is not installed beside torch (transformers, peft, opacus) are skipped and counted as such. Environments
-are made in the system's temporary folder (another one: --environments) and are kept for the next run.
+autograd and sensitivity for every case of the table, the checks, the compiler, the engine, accounting, resuming. Tests
+that need a library that is not installed beside torch (transformers, peft, opacus) are skipped and counted as such.
+Environments are made in the system's temporary folder (another one: --environments) and are kept for the next run.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ CORE = (
     "tests/capture/test_backward_entry.py",
     "tests/clipping/test_changed_in_backward.py",
     "tests/exactness/test_refusals.py",
+    "tests/checks",
     "tests/clipping/test_scalar_losses.py",
     "tests/engine/test_privacy_engine.py",
     "tests/optim/test_dp_optimizer.py",
@@ -47,7 +48,7 @@ CHOSEN = "not ((test_matches_one_sample_autograd or test_one_sample_moves) and (
 HEAD = """# The core tests on several versions of torch
 
 Written by `make test-torch TORCH="..."` (.ci/torch_versions.py names the tests): exactness against one-sample autograd,
-sensitivity, the private names of torch, the compiler, the engine, accounting and resuming, on a CPU.
+sensitivity, the private names of torch, the checks, the compiler, the engine, accounting and resuming, on a CPU.
 
 | torch | passed | failed | skipped | minutes | machine | day | skipped because |
 |---|---|---|---|---|---|---|---|

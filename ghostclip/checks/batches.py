@@ -29,7 +29,7 @@ from ghostclip.capture.call_sites import Calls, Key, Resized, Shapes, compared, 
 from ghostclip.capture.decide import inside_of
 from ghostclip.capture.nodes import edge_of, nodes_behind
 from ghostclip.capture.row_maps import RowMap
-from ghostclip.checks.dependence import SHARED, batch_axis_of, has_lists, taken, with_lists
+from ghostclip.checks.dependence import SHARED, Alike, alike, batch_axis_of, has_lists, taken, with_lists
 from ghostclip.checks.module_state import restored
 from ghostclip.rules.registry import operation_name
 
@@ -252,19 +252,28 @@ class Batch:
     autocast: torch.dtype | None = None  # what autocast computed with in that forward; None where it was off
     by_place: bool = False  # whether a list among the inputs may hold one value for each sample
     shared: bool = False  # whether ranks run the model together, equally often whatever each of them finds
+    rare: int = -1  # a sample that is to stand in the places of the drawn ones: few are like it; -1 for any
 
     @property
     def drawn(self) -> list[int]:
         """One of every two neighbours, and the last sample if it has none; not the first, so that all change places."""
         numbers = random.Random(self.seed)
         pairs = range(2, self.size - 1, 2)
-        return [1, *(first + numbers.randrange(2) for first in pairs), *([self.size - 1] if self.size % 2 else [])]
+        ones = [first + numbers.randrange(2) for first in pairs]
+        return [1, *(one ^ 1 if one == self.rare else one for one in ones), *([self.size - 1] * (self.size % 2))]
+
+    @property
+    def alike(self) -> list[Alike]:
+        """How many samples are alike in each input."""
+        place_of = partial(batch_axis_of, batch_size=self.size, axis=self.axis)
+        return alike((leaf, place_of(leaf)) for leaf in _tree.tensors(self.inputs))
 
     @property
     def shuffled(self) -> list[int]:
         """Which sample stands at each place where all move, and the drawn ones give way to copies of one other."""
         rest = self.others(self.drawn)
         random.Random(self.seed).shuffle(rest)
+        rest.sort(key=self.rare.__ne__)
         moved = dict(zip(rest, [*rest[1:], *rest[:1]], strict=True))
         return [moved.get(place, rest[0]) for place in range(self.size)]
 
@@ -321,9 +330,10 @@ class Batch:
         most = next(number for number in count(most) if number not in lengths)
         if self.size <= most or self.has_lists:
             return self
-        order = list(range(most))
+        order = [*range(most - 1), max(most - 1, self.rare)]
         known = [row_map and row_map.of_first(most) for row_map in self.maps]
-        return replace(self, inputs=self.of_samples(order), size=most, maps=known, outputs=())
+        rare = min(self.rare, most - 1)
+        return replace(self, inputs=self.of_samples(order), size=most, maps=known, outputs=(), rare=rare)
 
     def exchanged(self) -> list[Any]:
         """Return inputs with every sample replaced by another, and with other means over the batch."""

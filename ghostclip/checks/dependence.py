@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -156,6 +156,36 @@ def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
         if candidate < leaf.ndim and leaf.shape[candidate] == batch_size:
             return candidate
     return None
+
+
+class Alike(NamedTuple):
+    """How many samples have the same row of a tensor as each of them."""
+
+    numbers: int  # entries of a row
+    like_B: Tensor
+
+    @property
+    def all(self) -> bool:
+        """Whether they are all alike, so that exchanging them shows nothing."""
+        return bool(self.like_B.min() == len(self.like_B))
+
+
+def alike(tensors: Iterable[tuple[Tensor, int | None]]) -> list[Alike]:
+    """Return how many samples are alike in tensors, given with the samples' axis, that are outside of the graph."""
+    found = list[Alike]()
+    for tensor, axis in tensors:
+        other = tensor.requires_grad or tensor.is_complex() or tensor.is_meta or tensor.layout is not torch.strided
+        if axis is not None and type(tensor) is Tensor and not other:
+            rows = tensor.movedim(axis, 0).reshape(tensor.shape[axis], -1)
+            _, kinds, counts = rows.sum(1, dtype=torch.float32).unique(return_inverse=True, return_counts=True)
+            found.append(Alike(rows.shape[1], counts[kinds]))
+    return found
+
+
+def rare_sample(found: Iterable[Alike]) -> int:
+    """Return the sample that is least like others where most are alike in something; -1 for none."""
+    uneven = [one.like_B for one in found if one.like_B.max() > one.like_B.min()]
+    return int(max(uneven, key=lambda like_B: int(like_B.max())).argmin()) if uneven else -1
 
 
 def rows_of_each(leaf: Any, *, batch_size: int, axis: int) -> int:

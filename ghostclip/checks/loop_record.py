@@ -35,9 +35,9 @@ from ghostclip import _torch, _tree
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.hooks import suspend_compiler
 from ghostclip.checks.batches import Batch, Randomness, louder, unnoticed
-from ghostclip.checks.dependence import batch_axis_of, of_samples
+from ghostclip.checks.dependence import alike, batch_axis_of, of_samples, rare_sample
 from ghostclip.checks.independence import TOLERANCE
-from ghostclip.checks.unchecked import LOOP, Unchecked
+from ghostclip.checks.unchecked import LOOP, MOST_ALIKE, Unchecked
 from ghostclip.errors import LossReductionError, SampleMixingError
 
 _REFUSED: Final = (
@@ -444,9 +444,14 @@ class LoopReplay:
             # The others are let go of.
             self._tensors |= {n: of_samples(self._tensors[n], range(few), axis) for n, axis in self._axes.items()}
         self._tensors = {number: tensor.detach() for number, tensor in self._tensors.items()}
+        self._alike = alike((self._tensors[n], axis) for n, axis in self._axes.items() if n not in self._ends)
         self._known = {} if values else record.known()
         self._base: list[Tensor] = []
         self.has_run = False  # whether it ran with other samples
+
+    def tells(self) -> bool:
+        """Return whether samples differ in all that was computed with: what they are alike in shows nothing."""
+        return not any(one.all for one in self._alike)
 
     def mixes(self) -> bool:
         """Return whether samples follow each other, as far as it is known."""
@@ -510,7 +515,9 @@ class LoopReplay:
         """Yield, of neighbouring batches, which samples stayed, and all values, samples first: before, now."""
         batch, ran = self._batch, False
         drawn, *halves = batch.replaced
-        many = [(drawn, ()), (batch.others(drawn), ()), *zip(halves, halves, strict=True)]
+        rare = rare_sample(self._alike)
+        unlike = [(batch.others([rare]), ())] if rare >= 0 else []
+        many = [(drawn, ()), (batch.others(drawn), ()), *zip(halves, halves, strict=True), *unlike]
         # One at a time where all others fail: a loop may go by the classes that there are.
         for number, (gone, loud) in enumerate((*many, *(([place], ()) for place in range(min(_ALONE, batch.size))))):
             if ran and number >= len(many):
@@ -645,6 +652,8 @@ class Loop:
         self.record: LoopRecord | None = None  # from before the forward that runs
         self.kept = Kept()  # of the batch before
         self.may_keep = False  # whether there is any
+        # Steps that were looked at, in a row, in which all samples were alike in something; whether that goes on.
+        self._alike, self.asks = 0, False
         self._ahead = 0  # batches that were handed out since a record began, until a forward
         self._latest: list[LoopRecord] = []
         weakref.finalize(self, _abandon, self._latest).atexit = False
@@ -659,7 +668,7 @@ class Loop:
             return
         if LoopRecord.entered:
             self.end_record()
-        if self.is_on and (self._unchecked.is_due or self.may_keep):
+        if self.is_on and (self._unchecked.is_due or self.may_keep or self.asks):
             self._begin(LoopRecord(self))
             self._ahead = 1
 
@@ -731,7 +740,7 @@ class Loop:
         # What others see says better where. A record holds outputs that nobody else may: it is let go of before.
         record, batch = self.end_record(), self._batch_of(forward)
         # In a step that is only followed, nothing but what was kept is looked at.
-        looks = not forward.losses and (forward.unproven or not self.may_keep)
+        looks = not forward.losses and (forward.unproven or self.asks or not self.may_keep)
         replay = later = None
         if record is not None and batch.size > 1:
             replay = record.replay(roots, batch)
@@ -744,6 +753,10 @@ class Loop:
         looked_at = replay if looks else None
         if looked_at is not None and looked_at.mixes():
             raise LossReductionError(_REFUSED)
+        if looked_at is not None:
+            # Once samples differed it is for the schedule alone.
+            self._alike = MOST_ALIKE if looked_at.tells() else self._alike + 1
+            self.asks = self._unchecked.asks_after(self._alike)
         self._report(looked_at)
         if replay is not None and replay.follows_kept():
             raise LossReductionError(_KEPT)

@@ -37,7 +37,7 @@ from ghostclip.checks.custom_backwards import (
     refuse_means_without_scale,
     without_scale,
 )
-from ghostclip.checks.dependence import SHARED, record_shared, spread_out, where_dependence_starts
+from ghostclip.checks.dependence import SHARED, rare_sample, record_shared, spread_out, where_dependence_starts
 from ghostclip.checks.independence import (
     AttributeKey,
     Run,
@@ -110,8 +110,8 @@ class Evidence:
         self._loss_ways: set[Any] = set()  # proved ways to compute losses, see `_loss_depth`
         # Scalars of the model's that follow the batch.
         self._following = frozenset[ScalarKey]()
-        # Whether the latest batch could not tell of a known loss whether it takes samples together.
-        self._undecided = False
+        # How many batches in a row could not tell of a known loss whether it takes samples together.
+        self._undecided = 0
         # Why means are refused, whatever the loss is.
         self._without_scale = ""
         self._watch: StateWatch | None = None  # watches what forwards write to the model's state
@@ -160,7 +160,7 @@ class Evidence:
             return False
         way = self._loss_depth(root, forward)
         is_new = way not in self._loss_ways and len(self._loss_ways) < MAX_WAYS
-        asked_again = self._undecided and bool(forward.losses)
+        asked_again = bool(self._undecided and forward.losses) and self.unchecked.asks_after(self._undecided)
         return forward.unproven or is_new or asked_again or has_hooks([root], forward, outputs_alone=is_scalar)
 
     def check_known(self, capture: CaptureContext, root: Tensor, forward: ForwardContext, *, mean: bool) -> None:
@@ -169,7 +169,8 @@ class Evidence:
         # Ranks that hold the model in parts would run it differently often.
         copied, unchecked = capture.substitution.copied if capture.gathering is None else None, self.unchecked
         refusals = [one.refusal(size, axis, mean=mean, unchecked=unchecked, copied=copied) for one in forward.losses]
-        self._undecided = None in refusals
+        tells = None not in refusals and all(one.tells(size, axis) for one in forward.losses)
+        self._undecided = 0 if tells else self._undecided + 1
         forward.alone = refusals == [""] and forward.losses[0].node is edge_of(root)[0]
         forward.refusal = next(filter(None, refusals), "")
 
@@ -262,7 +263,7 @@ class Evidence:
         # In these it runs more often than the user has it run.
         self._reruns = reruns = due or (capture.gathering is None and self.probes and self.padding.is_pending())
         self._state = state = _state_of(capture, call, outside=reruns) if reruns or self._remembers else None
-        self.records = capture.gathering is None and (reruns or self.loop.record is not None)
+        self.records = capture.gathering is None and (reruns or self.loop.asks or self.loop.record is not None)
         if watch is not None:
             watch.begin(proves=due)
         self._randomness = Randomness(_used(capture, call)) if due else None
@@ -591,6 +592,10 @@ class Evidence:
         forward = capture.forward
         # Ranks that share samples run the model equally often, whatever each of them finds.
         batch = self._batch(capture, seen, () if self._drew or capture.gathering is not None else seen.parts)
+        alike = batch.alike if capture.gathering is None else []
+        batch = replace(batch, rare=rare_sample(alike))
+        if any(one.all for one in alike if one.numbers == 1):
+            self.unchecked.ask_again()
         with capture.substitution.unwatched(), _sharing(capture, "batch independence"):
             # Copies of one sample may be refused, and show nothing for others.
             unchecked = self.unchecked if forward.proves else Unchecked()

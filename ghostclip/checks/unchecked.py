@@ -23,6 +23,8 @@ LOSSES: Final = "losses of one sample each"
 SCALARS: Final = "scalars that the model computes (half of the samples)"
 CRITERION: Final = "losses of a known criterion (samples replaced)"
 LOOP: Final = "what a loop computes (samples replaced)"
+# Steps in a row that are looked at while all samples are alike in something, as in a rare class's absence.
+MOST_ALIKE: Final = 32
 _ALL: Final = (ROWS, REPLACED, FEWER, BEHIND, LOSSES)
 _LONE: Final = "every batch so far had fewer than two samples"
 # After so many batches of one sample it is said that they prove nothing.
@@ -66,6 +68,10 @@ class CheckSchedule:
             self._next = number + forwards_between(number, self._numbers)
         return due
 
+    def repeat_after(self, number: int) -> None:
+        """Let the forward after the one of this number be proved as well."""
+        self._next = number + 1
+
 
 class Unchecked:
     """Which checks of a model have not run, why, and when forwards are proved again."""
@@ -81,6 +87,7 @@ class Unchecked:
         # whether it is one that the schedule asks about after the first: its kind was asked about before
         self.is_scheduled_again = False
         self._alone, self._schedule = 0, CheckSchedule(numbers)  # `_alone`: batches of one sample so far
+        self._repeats = 0  # forwards in which samples were alike in something
 
     def begin(self, batch_size: int, *, probes: bool, records: int | None = None) -> bool:
         """Count a forward, and return whether it is to be proved."""
@@ -110,6 +117,17 @@ class Unchecked:
     def is_due(self) -> bool:
         """Whether the next forward is one to ask about."""
         return self._schedule.is_due(self.forwards + 1)
+
+    @staticmethod
+    def asks_after(alike: int) -> bool:
+        """Return whether to look again after so many looks in a row at samples that were alike in something."""
+        return 0 < alike < MOST_ALIKE
+
+    def ask_again(self) -> None:
+        """Prove the next forward as well, half as often: in this one samples were alike in something."""
+        self._repeats += 1
+        if self.asks_after(2 * self._repeats):
+            self._schedule.repeat_after(self.forwards)
 
     def renew(self) -> None:
         """Forget all proofs, so that the next forward is proved: the model was changed."""
