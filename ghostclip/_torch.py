@@ -382,6 +382,11 @@ dispatch_modes_off: Final[Callable[[], AbstractContextManager[Any]]] = _python_d
 transform: Final[Callable[[], Any]] = torch._C._functorch.peek_interpreter_stack
 
 
+def exports() -> bool:
+    """Return whether torch writes a program down, by ``jit.trace`` or ``export``: ``torch._C._is_tracing``."""
+    return torch._C._is_tracing() or torch.compiler.is_exporting()
+
+
 @contextmanager
 def no_slow_vmap() -> Iterator[None]:
     """Make an operation that vmap would run in a loop an error: ``_functorch._set_vmap_fallback_enabled``."""
