@@ -58,6 +58,8 @@ is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 
 # The tensor of which another is a view, None where it is none: ``Tensor._base``.
 base_of: Final[Callable[[Tensor], Tensor | None]] = operator.attrgetter("_base")
+# What a mode of torch's functions is told of that: ``torch._C.TensorBase._base.__get__``.
+base_read: Final[Any] = vars(torch._C.TensorBase)["_base"].__get__
 
 
 def memory_key(tensor: Tensor) -> int:

@@ -256,7 +256,8 @@ class LoopRecord(TorchFunctionMode):
         if not writes and self._hands_on(func, args, made):
             # A loop that goes through a batch in parts has the records of one in what the model is called with.
             self.given |= {self.number_of(one): _Given(one, _torch.version(one), True, None) for one in made}
-        elif takes and (made or writes):
+        # Bookkeeping asks what a tensor is a view of, which copies of it are not.
+        elif takes and (made or writes) and func != _torch.base_read:
             makes, kind = [self.number_of(value) for value in made], _device_of(made)
             cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
             self.calls.append(_Call(func, arguments, takes, makes, graded, (kind, cast), writes))

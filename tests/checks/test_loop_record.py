@@ -615,6 +615,17 @@ def test_whether_a_loop_was_run_again_is_reported(kinds):
     assert report == ("" if kinds == 2 else "in a step that was looked at it could not be run again")
 
 
+def test_what_a_tensor_is_a_view_of_is_no_computation():
+    training = _Training()
+
+    def loop(model, x, t, r):
+        assert _torch.base_of(x[:]) is x
+        return losses_of(model(x - x.mean(0)), t).mean()
+
+    with pytest.raises(SampleMixingError, match="one sample's rows changed when others were replaced"):
+        training.step(loop)
+
+
 def test_a_tensor_of_inference_mode_ends_a_record_and_nothing_else():
     with torch.inference_mode():
         table = torch.arange(float(C))
