@@ -58,7 +58,7 @@ _MIXED_INPUTS: Final = (
     "an input of the model was computed from the batch, and one sample's rows changed when others were replaced: they "
     "were mixed, ranked, centred or scaled by what is in the batch (mixup, a mean or a deviation over the batch), or "
     "stand in another order than a second input's (y[torch.randperm(len(y))] beside x). Compute each sample's input "
-    "from its own record, with constants that are public, as those of a fixed data set."
+    "from its own record, with public constants, as those of a fixed data set; a frozen network in front: in eval mode."
 )
 # Tensors of one record; a loop that makes more than that is not recorded.
 _MOST: Final = 4096
