@@ -58,6 +58,8 @@ is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 
 # The tensor of which another is a view, None where it is none: ``Tensor._base``.
 base_of: Final[Callable[[Tensor], Tensor | None]] = operator.attrgetter("_base")
+# What a mode of torch's functions is told of that: ``torch._C.TensorBase._base.__get__``.
+base_read: Final[Any] = vars(torch._C.TensorBase)["_base"].__get__
 
 
 def memory_key(tensor: Tensor) -> int:
@@ -380,6 +382,11 @@ DispatchMode = _python_dispatch.TorchDispatchMode
 dispatch_modes_off: Final[Callable[[], AbstractContextManager[Any]]] = _python_dispatch._disable_current_modes
 # The transform of ``torch.func`` that is running, None where none is: ``torch._C._functorch.peek_interpreter_stack``.
 transform: Final[Callable[[], Any]] = torch._C._functorch.peek_interpreter_stack
+
+
+def exports() -> bool:
+    """Return whether torch writes a program down, by ``jit.trace`` or ``export``: ``torch._C._is_tracing``."""
+    return torch._C._is_tracing() or torch.compiler.is_exporting()
 
 
 @contextmanager

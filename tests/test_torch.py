@@ -646,6 +646,20 @@ def test_a_dispatch_mode_sees_operations_inside_others_unless_they_are_off():
     assert any(torch.Tag.nondeterministic_seeded in func.tags for func in mode.seen)
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_writing_a_program_down_is_told():
+    seen, x, layer = [], torch.ones(2), nn.Identity()
+    layer.register_forward_hook(lambda *_: seen.append(_torch.exports()))
+    layer(x)
+    torch.jit.trace(layer, x, check_trace=False)
+    torch.export.export(layer, (x,))
+    assert seen[0] is False
+    assert all(seen[1:])
+    assert len(seen) > 2
+    layer(x)
+    assert seen[-1] is False
+
+
 def test_transform_is_told_inside_each_of_torch_func():
     seen = []
 

@@ -193,7 +193,7 @@ class CaptureContext:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Begin a module call; return inputs to run on instead of its own, None to use its own."""
-        if self._unwatched:
+        if self._unwatched or _torch.exports():
             return None
         # DDP must not average raw gradients.
         quieten_wrapper(self.model)
@@ -396,7 +396,7 @@ class CaptureContext:
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """End a module call; return what replaces its output, None to leave it."""
-        if self._unwatched:
+        if self._unwatched or _torch.exports():
             return None
         captured = self._opaque.leave(module, output, self.forward)
         left = None

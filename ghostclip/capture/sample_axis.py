@@ -390,7 +390,8 @@ def _chosen(rows: SampleAxis, node: Any, number: int) -> SampleAxis | None:
 
 def _at(rows: SampleAxis, index: Tensor) -> SampleAxis:
     """Return the rows at an index whose first axis alone says which."""
-    index = index[:, None] if index.dim() == 1 else index.flatten(1)
+    # A single row may have an index without axes: `index_select` takes `nonzero().squeeze()` as it is.
+    index = index.reshape(-1, 1) if index.dim() < 2 else index.flatten(1)
     first = index[:, :1]
     if index.shape[1] > 1 and not bool((index == first).all()):
         return LOST

@@ -303,9 +303,10 @@ class Batch:
 
     @property
     def has_places(self) -> bool:
-        """Whether an input without samples may hold something by their places, as flat patches and indices do."""
-        lengths = ((leaf, len(leaf)) for leaf in _tree.tensors(self.inputs) if leaf.dim())
-        return any(n > 1 and batch_axis_of(leaf, batch_size=self.size, axis=self.axis) is None for leaf, n in lengths)
+        """Whether an input without samples may hold something by their places: flat patches, indices, states (1, B)."""
+        unknown = partial(batch_axis_of, batch_size=self.size, axis=self.axis)
+        leaves = (leaf for leaf in _tree.tensors(self.inputs) if leaf.dim() and unknown(leaf) is None)
+        return any(len(leaf) > 1 or self.size in leaf.shape for leaf in leaves)
 
     def others(self, samples: Sequence[int]) -> list[int]:
         """Return all other samples, in order."""

@@ -58,7 +58,7 @@ _MIXED_INPUTS: Final = (
     "an input of the model was computed from the batch, and one sample's rows changed when others were replaced: they "
     "were mixed, ranked, centred or scaled by what is in the batch (mixup, a mean or a deviation over the batch), or "
     "stand in another order than a second input's (y[torch.randperm(len(y))] beside x). Compute each sample's input "
-    "from its own record, with constants that are public, as those of a fixed data set."
+    "from its own record, with public constants, as those of a fixed data set; a frozen network in front: in eval mode."
 )
 # Tensors of one record; a loop that makes more than that is not recorded.
 _MOST: Final = 4096
@@ -256,7 +256,8 @@ class LoopRecord(TorchFunctionMode):
         if not writes and self._hands_on(func, args, made):
             # A loop that goes through a batch in parts has the records of one in what the model is called with.
             self.given |= {self.number_of(one): _Given(one, _torch.version(one), True, None) for one in made}
-        elif takes and (made or writes):
+        # Bookkeeping asks what a tensor is a view of, which copies of it are not.
+        elif takes and (made or writes) and func != _torch.base_read:
             makes, kind = [self.number_of(value) for value in made], _device_of(made)
             cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
             self.calls.append(_Call(func, arguments, takes, makes, graded, (kind, cast), writes))

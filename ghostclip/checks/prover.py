@@ -117,8 +117,7 @@ class Evidence:
         self._watch: StateWatch | None = None  # watches what forwards write to the model's state
         # Whether the forward that runs was to be proved as it began.
         self._proving = False
-        # Whether it is run more often than the user has it run.
-        self._reruns = False
+        self._reruns = False  # whether it is run more often than the user has it run
         # Whether what is done with its outputs is recorded.
         self.records = False
         self._state: ModuleState | None = None  # what the modules held before the forward that runs

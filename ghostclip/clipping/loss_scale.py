@@ -191,8 +191,8 @@ class Scale:
             before, now = self._described(), other._described()
             raise LossReductionError(
                 f"the loss was {before} in earlier steps and is {now} now. A factor that follows the batch makes each "
-                f"sample's gradient depend on the others. {remedy(reduction)} {SCHEDULES} A backward through this "
-                "model that is for another one (a generator's) runs after model.requires_grad_(False)."
+                f"sample's gradient depend on the others. {remedy(reduction)} {SCHEDULES} BatchMemoryManager cuts "
+                "batches. A backward for another model (a generator) runs after requires_grad_(False) of this one."
             )
         return Scale(self.forms & other.forms, self.constant)
 

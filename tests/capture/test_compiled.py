@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
-from ghostclip.errors import LossReductionError
+from ghostclip.errors import LossReductionError, UncoveredParameterError
 from tests.reference import clip_and_sum, per_sample_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -125,6 +125,30 @@ def test_compiler_goes_on_afterwards():
     clipper.remove()
     compiled(ids)
     assert graphs
+
+
+def _traced(model, ids):
+    return torch.jit.trace(model, ids)
+
+
+def _exported(model, ids):
+    return torch.export.export(model, (ids,)).module()
+
+
+@pytest.mark.parametrize("way", [_traced, _exported])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_private_model_can_be_exported_in_mid_training(way, training):
+    model, ids = _Model(), torch.randint(11, (4, 5))
+    clipper = ghostclip.GhostClipper(model, max_grad_norm=0.5)
+    for _ in range(2):
+        clipper.backward(model(ids).square().sum(1))
+        clipper.reset()
+        program = way(model.train(training), ids)
+        torch.testing.assert_close(program(ids), model(ids))
+        model.train()
+    # What is written down has the parameters themselves: gradients that go through it are nobody's.
+    with pytest.raises(UncoveredParameterError, match="not clipped per sample"):
+        (model(ids) + _traced(model, ids)(ids)).square().sum(1).mean().backward()
 
 
 def test_interrupt_whose_traceback_is_kept():

@@ -103,6 +103,28 @@ def test_any_number_of_rows(way, starts):
         _assert_exact(way, _reshaped, seed, (4, 6, 5))
 
 
+class _Adaptive(nn.Module):
+    """Selects the rows of each cluster by ``nonzero().squeeze()``, an index without axes where there is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8), nn.AdaptiveLogSoftmaxWithLoss(8, 9, [2, 5], div_value=2.0)
+
+    def forward(self, x, y):
+        return -self.last(self.first(x), y).output
+
+
+@pytest.mark.parametrize("labels", [(0, 3, 8, 4), (7, 1, 1, 1), (2, 2, 2, 2)])
+def test_a_cluster_of_one_row(labels):
+    model = _Adaptive().double()
+    batch = {"x": torch.randn(4, 5, dtype=torch.float64), "y": torch.tensor(labels)}
+    wanted = clip_and_sum(per_sample_gradients(model, batch, lambda m, b: m(**b), axes={}), 0.5).clipped
+    with ghostclip.GhostClipper(model, max_grad_norm=0.5) as clipper:
+        clipper.backward(model(**batch))
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(torch.zeros_like(p) if p.grad is None else p.grad, wanted[name])
+
+
 def test_rows_selected_behind_a_new_axis():
     for seed in range(5):
         _assert_exact(_behind_an_axis, _reshaped, seed, (4, 6, 5), in_graph=True)

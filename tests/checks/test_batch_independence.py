@@ -474,6 +474,33 @@ def test_flat_patches_lie_by_the_places_of_samples(size, drawn):
             model(*inputs)
 
 
+class _Carried(nn.Module):
+    """A recurrent network that is handed its state, with the samples behind the layers."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.layer, self.head, self.way = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2), way
+
+    def forward(self, x, state):
+        h, state = self.layer(x, state)
+        return self.way(self.head(h)), state
+
+
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_states_of_samples_lie_by_their_places(size, monkeypatch):
+    """A state that the loop has detached shows nobody which axis has samples."""
+    monkeypatch.setattr("ghostclip.checks.unchecked.forwards_between", lambda *_: 1)
+    for way, refused in ((lambda h: h, False), (lambda h: h + h.detach().mean(0), True)):
+        model = _Carried(way)
+        clipper = ghostclip.GhostClipper(model, max_grad_norm=0.1)
+        with pytest.raises(SampleMixingError, match="half of the samples were replaced") if refused else nullcontext():
+            for x in torch.randn(2, size, 7, 3):
+                first, state = model(x[:, :4], torch.zeros(1, size, 4))
+                second, _ = model(x[:, 4:], state.detach())
+                clipper.backward(torch.cat([first, second], 1).square().sum((1, 2)))
+                clipper.reset()
+
+
 class _Shared(nn.Module):
     """Takes something that all samples share beside the samples."""
 

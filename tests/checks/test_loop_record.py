@@ -112,6 +112,7 @@ MIXED = {
     "a scale that was read": lambda m, x, t, r: losses_of(m(x / x.abs().max().item()), t).mean(),
     "an attack of one scale": lambda m, x, t, r: losses_of(m(x + (g := _slope(m, x, t)) / g.abs().max()), t).mean(),
     "one scale and noise": lambda m, x, t, r: losses_of(m(x / x.abs().max() + 0.1 * torch.randn(4)), t).mean(),
+    "batch norm in front": lambda m, x, t, r: losses_of(m(nn.BatchNorm1d(4)(x).detach()), t).mean(),
 }
 WEIGHED = {
     "labels mixed before": lambda m, x, t, r: (u := t.roll(1), losses_of(m(x), t) + 0.3 * losses_of(m(x), u))[1].mean(),
@@ -218,7 +219,7 @@ class _Training:
 @pytest.mark.parametrize("name", MIXED)
 def test_inputs_in_which_samples_meet_are_refused(name):
     training = _Training()
-    with pytest.raises(SampleMixingError, match="one sample's rows changed when others were replaced"):
+    with pytest.raises(SampleMixingError, match=r"one sample's rows changed when others were replaced.*in eval mode"):
         training.step(MIXED[name])
     assert training.optimizer.releases == 0
 
@@ -613,6 +614,17 @@ def test_whether_a_loop_was_run_again_is_reported(kinds):
     training.step(loop)
     report = training.optimizer.clipper._evidence.unchecked.reason(LOOP)
     assert report == ("" if kinds == 2 else "in a step that was looked at it could not be run again")
+
+
+def test_what_a_tensor_is_a_view_of_is_no_computation():
+    training = _Training()
+
+    def loop(model, x, t, r):
+        assert _torch.base_of(x[:]) is x
+        return losses_of(model(x - x.mean(0)), t).mean()
+
+    with pytest.raises(SampleMixingError, match="one sample's rows changed when others were replaced"):
+        training.step(loop)
 
 
 def test_a_tensor_of_inference_mode_ends_a_record_and_nothing_else():

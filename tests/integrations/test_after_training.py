@@ -82,6 +82,8 @@ def test_a_draw_without_records_is_logged_as_no_small_loss(tmp_path):
         report_to="none", use_cpu=True, disable_tqdm=True, learning_rate=0.0,
     )  # fmt: skip
     trainer = DPTrainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row}] * 8)
+    assert not next(iter(trainer.get_train_dataloader()))
+    assert trainer.data_collator([trainer.train_dataset[0]])["input_ids"].tolist() == [row.tolist()]
     trainer.train()
     logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     first = next(step for step, value in enumerate(logged) if value)
