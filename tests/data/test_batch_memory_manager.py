@@ -110,6 +110,19 @@ def test_sizes_out_of_range_are_refused(size):
         manager(Training(), [0], size=size)
 
 
+def test_a_size_that_is_found_is_known_inside_only_and_a_budget_finds_no_other():
+    found = manager(Training(), [0], size="auto")
+    with pytest.raises(InvalidOptionError, match="is found when"):
+        _ = found.physical_batch_size
+    with found:
+        assert found.physical_batch_size == 1
+    with pytest.raises(InvalidOptionError, match="memory_budget only says"):
+        BatchMemoryManager(
+            data_loader=fixed_loader(DATA, [0]), max_physical_batch_size=3, optimizer=Training().optimizer,
+            memory_budget=10,
+        )  # fmt: skip
+
+
 def test_plain_optimizer_is_refused():
     inner = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     with pytest.raises(InvalidOptionError, match="make_private"):
