@@ -604,8 +604,7 @@ class DPOptimizer(WrappedOptimizer):
 
     def _hide_sums(self) -> None:
         for p in self.params if self.clipper.strategy == "hooks" else ():
-            if getattr(p, "summed_grad", None) is not None:
-                p.summed_grad = None  # type: ignore[attr-defined]
+            p.summed_grad = None  # type: ignore[attr-defined]
 
     # Virtual steps
 

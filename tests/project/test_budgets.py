@@ -24,7 +24,7 @@ ROOT = Path(ghostclip.__file__).parent
 ROOMS = {
     ".": 4_930, "accounting": 1_620, "audit": 455, "capture": 5_600, "checks": 4_905, "clipping": 3_145,
     "compat": 735, "data": 1_445, "distributed": 1_795, "factors": 1_525, "finetune": 1_460, "graph": 2_140,
-    "integrations": 1_500, "kernels": 2_215, "noise": 845, "optim": 1_175, "planning": 775, "privacy": 1_795,
+    "integrations": 1_495, "kernels": 2_215, "noise": 845, "optim": 1_170, "planning": 775, "privacy": 1_795,
     "rules": 1_265, "validation": 1_730,
 }  # fmt: skip
 FILES, SMALL_FILES, SMALL = 170, 24, 60
