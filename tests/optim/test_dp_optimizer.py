@@ -116,6 +116,15 @@ def test_optimizer_with_a_strange_parameter_is_refused():
         DPOptimizer(inner, noise_multiplier=1.0, expected_batch_size=1, clipper=clipper, noise_source=None)
 
 
+def test_a_parameter_put_past_the_private_optimizer_is_refused_at_the_step():
+    training = Training()
+    training.optimizer.original_optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    training.backward(batch_of(DATA, start=0, stop=2))
+    with pytest.raises(UncoveredParameterError, match=r"shape \(2,\) outside the model"):
+        training.optimizer.step()
+    assert training.releases == 0
+
+
 def test_parameter_group_that_is_not_clipped_is_refused():
     training, strange = Training(), nn.Linear(2, 2)
     with pytest.raises(UncoveredParameterError):
@@ -209,6 +218,10 @@ def test_unbounded_sensitivity_with_noise_is_refused():
     with pytest.raises(InvalidOptionError, match="unbounded"):
         Training(sigma=1.0, bound=float("inf"))
     training = Training(sigma=0.0, bound=float("inf"))
+    before = parameters_of(training.model)
+    with pytest.warns(UserWarning, match="not differentially private"):
+        training.step(batch_of(DATA, start=0, stop=2))
+    assert bool((parameters_of(training.model) != before).any())
     training.optimizer.noise_multiplier = 1.0
     with pytest.raises(InvalidOptionError, match="unbounded"):
         training.step(batch_of(DATA, start=0, stop=2))
