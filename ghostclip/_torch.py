@@ -443,7 +443,6 @@ tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 # Base classes, each of all dimensions and of the lazy and synchronised kinds.
 AnyBatchNorm = batchnorm._BatchNorm
 AnyInstanceNorm = instancenorm._InstanceNorm
-AnyLazyNorm = batchnorm._LazyNormBase
 AnyDropout = dropout._DropoutNd
 
 

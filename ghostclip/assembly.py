@@ -47,7 +47,7 @@ from ghostclip.noise.continuous import LEVELS
 from ghostclip.noise.keyed import KeyedNoise, NoiseSource
 from ghostclip.optim import DPOptimizer, MemberOptimizer
 from ghostclip.optim.dp_optimizer import JoinedOptimizer
-from ghostclip.optim.wrapped import WrappedOptimizer, refuse_second_optimizer
+from ghostclip.optim.wrapped import WrappedOptimizer, of_torch, refuse_second_optimizer
 from ghostclip.options import Options, clip_policy
 from ghostclip.privacy.sampling import Sampling
 from ghostclip.validation.fixers import ModuleValidator
@@ -176,11 +176,6 @@ def check_options(options: Options, noise_level: str) -> None:
         raise InvalidOptionError(
             f"noise_generator with noise_level={noise_level!r} (secure_mode): secure noise cannot be reproduced."
         )
-    if strategy_of(mode_of(options.grad_sample_mode, options.compile)) != "hooks" and noise_level == "exact":
-        raise InvalidOptionError(
-            f"grad_sample_mode={options.grad_sample_mode!r} with noise_level='exact': gradients are rounded sample by "
-            "sample, which needs them one by one. Use grad_sample_mode='hooks', or noise_level='secure'."
-        )
 
 
 def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriterion:
@@ -265,6 +260,7 @@ def _of_stages(
         f"memory_budget={request.options.memory_budget}": request.options.memory_budget >= 1,
         f"vocabulary_head={request.options.vocabulary_head!r}": request.options.vocabulary_head == "logits",
         "sequences": request.options.sequences is None,
+        "noise_level='exact'": noise.level != "exact",
         "a loader of distributed=False": request.sampling.replicas == world_size(),
         "parameters that ranks hold in parts": sharded_model(pipeline) is None,
     }
@@ -399,12 +395,7 @@ def _bare_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
         return JoinedOptimizer([_bare_optimizer(member) for member in optimizer])
     if isinstance(optimizer, WrappedOptimizer):
         return optimizer.original_optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise InvalidOptionError(
-            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}. Build one from "
-            "module.parameters()."
-        )
-    return optimizer
+    return of_torch(optimizer)
 
 
 def _inside(module: nn.Module) -> nn.Module:

@@ -102,9 +102,8 @@ class PrivacyEngine:
         noise_level: str | None = None,
     ) -> None:
         file = None if ledger is None else LedgerFile(ledger, alone=world_size() == 1)
-        account = Account(bounding_accountant(), file)
+        self._account = Account(bounding_accountant(), file)
         self.noise_level = noise_level_of(noise_level, secure_mode=secure_mode)
-        self._account = account
         self._sampling: Sampling | None = None
         self._warned_of_delta = False
         self._earlier: list[Released] = []

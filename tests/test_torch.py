@@ -767,7 +767,6 @@ def test_trees_come_apart_and_together_in_order():
     [
         (_torch.AnyBatchNorm, [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]),
         (_torch.AnyInstanceNorm, [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LazyInstanceNorm1d]),
-        (_torch.AnyLazyNorm, [nn.LazyBatchNorm1d, nn.LazyInstanceNorm2d]),
         (_torch.AnyDropout, [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout]),
     ],
 )

@@ -11,7 +11,6 @@ Shape letter: n records.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import time
 import warnings
@@ -109,19 +108,22 @@ def empty_like(one: Any, two: Any, *, path: str = "batch") -> Any:
         return type(one)() if one == 1 and two == 2 else one
     if isinstance(one, Sequence):
         return _empty_sequence(one, two, path)
-    if dataclasses.is_dataclass(one) and not isinstance(one, type):
-        names = [field.name for field in dataclasses.fields(one) if field.init]
-        parts = {n: empty_like(getattr(one, n), getattr(two, n), path=f"{path}.{n}") for n in names}
-        return dataclasses.replace(one, **parts)
-    attributes: Any = getattr(one, "__dict__", None)
-    if attributes and not isinstance(one, type) and not callable(one) and attributes.keys() == vars(two).keys():
+    names = _attributes(one)
+    if names and not isinstance(one, type) and not callable(one) and names == _attributes(two):
         made = copy.copy(one)
-        vars(made).update({n: empty_like(attributes[n], vars(two)[n], path=f"{path}.{n}") for n in attributes})
+        for name in names:
+            # Also of a frozen data class.
+            object.__setattr__(made, name, empty_like(getattr(one, name), getattr(two, name), path=f"{path}.{name}"))
         return made
     raise DataError(
         f"{path}: a Poisson batch may hold no record, and an empty {type(one).__name__} cannot be built; collate "
         "tensors, mappings, sequences, objects with these as attributes, strings or numbers."
     )
+
+
+def _attributes(item: Any) -> list[str]:
+    """Return the names of what an object holds, with or without a `__dict__`."""
+    return sorted(getattr(item, "__dict__", getattr(item, "__dataclass_fields__", ())))
 
 
 def _cuts(one: Sequence[int], two: Sequence[int], path: str) -> list[slice]:
@@ -360,8 +362,8 @@ def _tensors(batch: Any, name: str = "", depth: int = 0) -> _Batch:
         items = batch.items()
     elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
         items = enumerate(batch)
-    elif dataclasses.is_dataclass(batch) or hasattr(batch, "__dict__"):
-        items = vars(batch).items() if hasattr(batch, "__dict__") else ()
+    else:
+        items = ((attribute, getattr(batch, attribute)) for attribute in _attributes(batch))
     return {
         path: tensor
         for key, value in items

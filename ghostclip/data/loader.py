@@ -385,8 +385,7 @@ def _ranks_of(sampler: Any, records: int) -> int:
             f"sampler DistributedSampler over {len(sampler.dataset)} records: the loader's data set has {records}. "
             "Make both from one data set, a torch.utils.data.Subset for a part of it."
         )
-    replicas: int = sampler.num_replicas
-    return replicas
+    return int(sampler.num_replicas)
 
 
 def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:

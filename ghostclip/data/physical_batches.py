@@ -433,12 +433,10 @@ class _TokenDataset(Dataset[Any]):
     def __getitems__(self, chunk: Chunk) -> tuple[BatchToken, Any]:
         """Return the token of a chunk with its collated records."""
         many = getattr(self.dataset, "__getitems__", None)
-        if not chunk.indices:
-            samples: Any = []
-        elif callable(many):
-            samples = many(chunk.indices)
-        else:
-            samples = [self.dataset[index] for index in chunk.indices]
+        # Of no record a data set is not asked, which may have no answer.
+        if callable(many) and chunk.indices:
+            return chunk.token, self._collate_fn(many(chunk.indices))
+        samples = [self.dataset[index] for index in chunk.indices]
         return chunk.token, self._collate_fn(samples)
 
     def __len__(self) -> int:

@@ -6,7 +6,6 @@ are listed here, and what is said once beside another one.
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -36,9 +35,6 @@ from ghostclip.options import CLIPPINGS
 from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.privacy.budget import Budget
 
-_log = logging.getLogger(__name__)
-
-
 TESTED: Final[dict[str, tuple[str, str]]] = {
     "accelerate": ("1.15", "1.15"),
     "lightning": ("2.6", "2.6"),
@@ -53,25 +49,21 @@ TESTED: Final[dict[str, tuple[str, str]]] = {
 
 @lru_cache
 def warn_if_untested(distribution: str) -> None:
-    """Warn, once in a process, of a distribution older than in `TESTED`; note a newer one at level DEBUG."""
+    """Warn, once in a process, of a distribution older than in `TESTED`."""
     # Of all these hosts, or of what they need.
     from packaging.version import Version
 
     first, last = TESTED[distribution]
     installed = metadata.version(distribution)
-    figures, oldest, newest = (Version(version).release for version in (installed, first, last))
-    older = figures[: len(oldest)] < oldest
-    if not older and figures[: len(newest)] <= newest:
-        return
-    tested = first if first == last else f"{first} to {last}"
-    said = (
-        f"{distribution} {installed} is installed; this integration was tested with {distribution} {tested}. What a "
-        "version does differently is mostly refused, and may be missing in logs or checkpoints: compare a short run."
-    )
-    if older:
-        warnings.warn(said, stacklevel=3)
-    else:
-        _log.debug(said)
+    figures, oldest = (Version(version).release for version in (installed, first))
+    if figures[: len(oldest)] < oldest:
+        tested = first if first == last else f"{first} to {last}"
+        warnings.warn(
+            f"{distribution} {installed} is installed; this integration was tested with {distribution} {tested}. What "
+            "a version does differently is mostly refused, and may be missing in logs or checkpoints: compare a short "
+            "run.",
+            stacklevel=3,
+        )
 
 
 _MODES = ("auto", "bookkeeping", "ghost", "fast", "hooks", "graph")

@@ -250,7 +250,7 @@ class PrivacyCallback:
         self._undo: list[Callable[[], None]] = []
         self._randomness: Any = None
         self._accumulated = 1
-        self._draws: _Draws | None = None
+        self._draws: DPDataLoader | None = None
         self._ours = vars(self).keys() - before | {"_ours"}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -508,7 +508,7 @@ class PrivacyCallback:
                 make_loader(), ranks=ranks, accumulated=self._accumulated, source="train_dataloader"
             )
             padding_of(made.dataset, _with_hooks(made.collate_fn, trainer.strategy))
-            self._draws = _Draws(made)
+            self._draws = made
         return self._draws
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
@@ -544,20 +544,6 @@ def _with_hooks(collate: Callable[..., Any], strategy: Any) -> Callable[..., Any
 
     collated.__name__ = "followed by on_before_batch_transfer and on_after_batch_transfer"
     return collated
-
-
-class _Draws:
-    """A private loader that Lightning takes as it comes: it would deal a DataLoader out to the processes once more."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self.dataset, self.batch_size = loader.dataset, loader.batch_size
-
-    def __iter__(self) -> Any:
-        return iter(self.loader)
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
 
 class _Reduce:

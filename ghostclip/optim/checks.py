@@ -119,7 +119,8 @@ def refuse_changed_parameters(clipper: GhostClipper, parameters: Sequence[nn.Par
         raise UncoveredParameterError(
             f"optimizer: {len(changes.missing)} trainable parameter(s) came into the model, or became trainable, after "
             f"it was made private, and the optimizer does not hold them ({_listed(changes.missing)}): they would count "
-            f"in every sample's norm and never be trained. Freeze them, or {_add(fixed=fixed)}"
+            "in every sample's norm and never be trained. Freeze them, or add them with "
+            f"optimizer.add_param_group({{'params': [...]}}) before the first release. After it: {_PRIVATE_AGAIN}"
         )
     if changes.passed:
         raise UncoveredParameterError(
@@ -139,13 +140,6 @@ def refuse_changed_parameters(clipper: GhostClipper, parameters: Sequence[nn.Par
 def _listed(names: Sequence[str]) -> str:
     """Return the first few names."""
     return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
-
-
-def _add(*, fixed: bool) -> str:
-    """Return the remedy for a parameter that the optimizer lacks."""
-    if fixed:
-        return _PRIVATE_AGAIN[0].lower() + _PRIVATE_AGAIN[1:]
-    return "add them with optimizer.add_param_group({'params': [...]}) before the first step."
 
 
 def refuse_changed_noise(before: tuple[float, float], now: tuple[float, float]) -> None:
@@ -176,14 +170,6 @@ def warn_about_parameters(clipper: GhostClipper, parameters: Sequence[nn.Paramet
             "forms no gradient for them. What they do (peft's OSF projects gradients) is left out. Change the noisy "
             "gradient in optimizer.register_step_pre_hook, or gradients of a layer's output.",
             stacklevel=4,
-        )
-
-
-def refuse_adaptation_without_batch_size(clipper: GhostClipper, expected_batch_size: float | None) -> None:
-    """Refuse an adaptive clip bound without a public batch size to divide its count by."""
-    if clipper.policy.adaptation is not None and expected_batch_size is None:
-        raise InvalidOptionError(
-            "expected_batch_size=None: an adaptive clip bound divides its count by it, also with loss_reduction='sum'."
         )
 
 
@@ -249,7 +235,7 @@ def not_drawn(rows: Sequence[int], waiting: Sequence[int]) -> str:
             "private (a GAN's discriminator: PrivacyCallback(module=...)). If you sample the batches yourself, say "
             "how: make_private(data_loader=ghostclip.DeclaredSampling(...), ...)."
         )
-    seen = " + ".join(map(str, rows)) if rows else "no"
+    seen = " + ".join(map(str, rows))
     return (
         f"step(): the model saw {seen} rows since the last release, but the next batch of the private loader has "
         f"{waiting[0]} records. After a batch that was skipped or failed (out of memory), begin a new loop over the "

@@ -35,7 +35,7 @@ from ghostclip.noise.exact import ExactRelease
 from ghostclip.noise.keyed import NoiseSource, add_noise_
 from ghostclip.noise.keys import Owner
 from ghostclip.optim import checks
-from ghostclip.optim.checks import initialises_state, refuse_uncovered
+from ghostclip.optim.checks import initialises_state
 from ghostclip.optim.draws import BatchToken, DrawLog, LogicalBatch, Match, Replay
 from ghostclip.optim.wrapped import Releases, WrappedOptimizer, evaluated, watch_other_optimizers
 
@@ -113,7 +113,8 @@ class DPOptimizer(WrappedOptimizer):
                 f"loss_reduction={loss_reduction!r}: the clipper was told {clipper.loss_reduction!r}; use one."
             )
         self.expected_batch_size = expected_batch_size
-        if loss_reduction == "mean" or expected_batch_size is not None:
+        # An adaptive bound divides its count by it, whatever the loss.
+        if loss_reduction == "mean" or expected_batch_size is not None or clipper.policy.adaptation is not None:
             self.expected_batch_size = _validate.positive(expected_batch_size, "expected_batch_size")
         self._owner = Owner(self)
         self._undivided: float | None = None  # by what a release is still to be divided; None where by nothing
@@ -129,7 +130,6 @@ class DPOptimizer(WrappedOptimizer):
         self.round_has_released = False
         self._warned: set[str] = set()
         self.noise_multiplier = noise_multiplier
-        checks.refuse_adaptation_without_batch_size(clipper, self.expected_batch_size)
         clipper.withhold_gradients(discard=weakref.WeakMethod(self.discard), samples=self._collected is not None)
         self._draws: DrawLog | None = None
         self._leaving, self._lost, self._update = Leaving(), 0, checks.Update(clipper.model)
@@ -390,9 +390,6 @@ class DPOptimizer(WrappedOptimizer):
         if self._draws is not None and drawn is not None:
             self._draws.use(drawn)
         self._forget()
-        if len(trainable) < len(self.params):
-            # A frozen one keeps nothing that a hook has put there.
-            self._take_gradients()
         if bound is not None:
             self.clipper.policy.max_grad_norm = bound
         for p, gradient in zip(trainable, released, strict=True):
@@ -607,8 +604,7 @@ class DPOptimizer(WrappedOptimizer):
 
     def _hide_sums(self) -> None:
         for p in self.params if self.clipper.strategy == "hooks" else ():
-            if getattr(p, "summed_grad", None) is not None:
-                p.summed_grad = None  # type: ignore[attr-defined]
+            p.summed_grad = None  # type: ignore[attr-defined]
 
     # Virtual steps
 
@@ -686,9 +682,6 @@ class DPOptimizer(WrappedOptimizer):
         """
         names = (name for name, p in self.clipper.model.named_parameters() if p is parameter)
         return next(names, f"of shape {tuple(parameter.shape)}")
-
-    def _refuse_group(self, parameters: Sequence[nn.Parameter]) -> None:
-        checks.refuse_uncovered(self.clipper, parameters)
 
 
 def _zeros_for(p: nn.Parameter) -> torch.Tensor:
@@ -843,13 +836,6 @@ class MemberOptimizer(WrappedOptimizer):
         """
         self.release.discard()
         self.original_optimizer.zero_grad(set_to_none=set_to_none)
-
-    def _refuse_group(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse parameters that nobody clips, or that another member holds."""
-        refuse_uncovered(self.release.clipper, parameters)
-        existing = {id(p) for p in self.release.params}
-        if any(id(p) in existing for p in parameters):
-            raise InvalidOptionError("add_param_group: one of the optimizers holds one of these parameters already.")
 
     def __getattr__(self, name: str) -> Any:
         """Look up a missing attribute on the member's own optimizer, and then on the private one."""

@@ -378,12 +378,10 @@ class DrawLog:
     def match(self, passes: Sequence[int]) -> Match | None:
         """Return the draws that a step's backward passes, by rows, went through, None if they do not fit."""
         # Changes nothing.
-        states = {} if passes else {(start, start, 0): 0 for start in self._places if self._is_empty(start)}
-        for number, rows in enumerate(passes):
-            if number == 0:
-                states = {(start, start, rows): 0 for start in self._places if self._begins(start, rows)}
-            else:
-                states = self._after(states, rows)
+        first, *others = passes or [0]
+        states = {(start, start, first): 0 for start in self._places if self._begins(start, first)}
+        for rows in others:
+            states = self._after(states, rows)
         complete = {
             (start, index + 1): rounds + 1
             for (start, index, taken), rounds in states.items()
@@ -446,9 +444,6 @@ class DrawLog:
     @property
     def _end(self) -> int:
         return len(self._draws) if self._delivered is None else min(self._delivered, len(self._draws))
-
-    def _is_empty(self, index: int) -> bool:
-        return index < self._end and self._draws[index].rows == 0
 
     def _begins(self, index: int, rows: int) -> bool:
         """Whether a pass of so many rows may be the first one through the draw at `index`, or all of it."""

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ghostclip.clipper import GhostClipper
 from ghostclip.errors import CopyError, InvalidOptionError, TamperedGradientError, UncoveredParameterError
+from ghostclip.optim.checks import refuse_uncovered
 
 ACCOUNT_KEY: Final = "ghostclip_account"
 """Key under which a parameter group of a saved state holds the account of a private training."""
@@ -45,6 +46,16 @@ _PARAMS: Final = itemgetter("params")
 def evaluated(closure: Callable[[], Any]) -> Any:
     """Return what the closure of a step returns, whatever the step itself forbids."""
     return closure()
+
+
+def of_torch(optimizer: Any) -> Optimizer:
+    """Return a torch optimizer; refuse anything else."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    raise InvalidOptionError(
+        f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}. Build one from "
+        "module.parameters()."
+    )
 
 
 def _of_wrapped(name: str) -> Any:
@@ -73,9 +84,7 @@ class WrappedOptimizer(Optimizer):
     account: CarriedAccount | None = None
 
     def __init__(self, optimizer: Optimizer) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise InvalidOptionError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}.")
-        self.original_optimizer = optimizer
+        self.original_optimizer = of_torch(optimizer)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -126,16 +135,15 @@ class WrappedOptimizer(Optimizer):
 
         Raises:
             UncoveredParameterError: If a trainable parameter of the group is not clipped.
-            InvalidOptionError: If another of several optimizers holds one of them.
+            InvalidOptionError: If the optimizer, or another of several, holds one of them.
         """
         params = param_group["params"]
         parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
-        self._refuse_group(parameters)
+        release: Any = getattr(self, "release", self)
+        refuse_uncovered(release.clipper, parameters)
+        if not set(map(id, release.params)).isdisjoint(map(id, parameters)):
+            raise InvalidOptionError("add_param_group: the training's optimizer holds one of these parameters already.")
         self.original_optimizer.add_param_group({**param_group, "params": parameters})
-
-    def _refuse_group(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse parameters that must not be added; for subclasses."""
-        raise NotImplementedError
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -149,11 +157,6 @@ class WrappedOptimizer(Optimizer):
         """Look up a missing attribute on the wrapped optimizer."""
         if "original_optimizer" not in self.__dict__:
             raise AttributeError(name)
-        if name == "virtual_step":
-            raise AttributeError(
-                f"{type(self).__name__} has no virtual_step (Opacus 0.x): cut large batches with "
-                "ghostclip.BatchMemoryManager."
-            )
         return getattr(self.original_optimizer, name)
 
     def __getstate__(self) -> NoReturn:

@@ -305,11 +305,7 @@ def validate_batch_norm(module: _torch.AnyBatchNorm) -> list[UnsupportedModuleEr
     # In evaluation mode samples do not depend on each other.
     if not module.training:
         return []
-    # A lazy one that has seen no input yet.
-    if isinstance(module, _torch.AnyLazyNorm) and module.num_features == 0:
-        remedy = "Call the model once, so that its channels are known, then replace it by GroupNorm"
-        remedy += " (ModuleValidator.fix does)"
-    elif not _is_plain(module) and not _is_norm_then_children(module):
+    if not _is_plain(module) and not _is_norm_then_children(module):
         remedy = (
             "Its forward is its own, and more than a batch norm followed by the modules in it: replace it by hand, or "
             "register a fixer (register_module_fixer)"

@@ -49,7 +49,7 @@ def plain_batch(batch: Any) -> Any:
 
 def count_samples(batch: Any, *, axis: int) -> int:
     """Return the number of samples of a batch, which its first tensor with a batch axis tells."""
-    # At least 2. Refused where no tensor tells, and where all samples are the same.
+    # At least 2. Refused where no tensor tells, and where all samples are the same, as a single one is.
     tensors = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not tensors:
         raise DataError(
@@ -57,14 +57,10 @@ def count_samples(batch: Any, *, axis: int) -> int:
         )
     first = tensors[0]
     size = first.shape[axis if axis < first.dim() else 0]
-    if size < 2:
-        raise DataError(
-            f"validate: the batch has {size} sample(s); whether samples mix shows from two on. Give 2 to 16 samples."
-        )
     if all(_are_all_alike(tensor, size=size, axis=axis) for tensor in tensors):
         raise DataError(
-            f"validate: the {size} samples of the batch are all the same, so that replacing one by another shows "
-            "nothing. Give samples that differ."
+            f"validate: the batch has {size} sample(s), all the same, so that replacing one by another shows nothing. "
+            "Give 2 to 16 samples that differ."
         )
     return size
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ghostclip.data.physical_batches import BatchMemoryManager
-from ghostclip.errors import DataError, InvalidOptionError
+from ghostclip.errors import DataError, InvalidOptionError, MissingGradientError
 from tests.engine.training import Training, batch_of, fixed_loader, parameters_of, small_data, small_model
 
 DATA = small_data()
@@ -108,6 +108,31 @@ def test_loaders_that_cannot_be_split_are_refused():
 def test_sizes_out_of_range_are_refused(size):
     with pytest.raises(InvalidOptionError, match="max_physical_batch_size"):
         manager(Training(), [0], size=size)
+
+
+def test_a_step_left_out_is_refused_at_the_next_batch():
+    training = Training()
+    with manager(training, [0, 1, 2], [3, 4], size=2) as parts:
+        batches = iter(parts)
+        training.backward(next(batches))
+        training.optimizer.step()
+        training.backward(next(batches))
+        with pytest.raises(MissingGradientError, match="after every physical batch"):
+            next(batches)
+    assert training.releases == 0
+
+
+def test_a_size_that_is_found_is_known_inside_only_and_a_budget_finds_no_other():
+    found = manager(Training(), [0], size="auto")
+    with pytest.raises(InvalidOptionError, match="is found when"):
+        _ = found.physical_batch_size
+    with found:
+        assert found.physical_batch_size == 1
+    with pytest.raises(InvalidOptionError, match="memory_budget only says"):
+        BatchMemoryManager(
+            data_loader=fixed_loader(DATA, [0]), max_physical_batch_size=3, optimizer=Training().optimizer,
+            memory_budget=10,
+        )  # fmt: skip
 
 
 def test_plain_optimizer_is_refused():

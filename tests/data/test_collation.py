@@ -65,6 +65,7 @@ MIXING = {
     "in an object": lambda records: _Batch(_mixup(records)[0]),
     "in arrays": lambda records: [part.numpy() for part in _mixup(records)],
     "positions first": lambda records: _standardised(records)[0].flatten(2).permute(2, 0, 1),
+    "two crops": lambda records: (_mixup(records)[0].repeat_interleave(2, 0), default_collate(records)[1]),
 }
 
 
@@ -80,6 +81,7 @@ APART = {
     "noise": lambda records: default_collate([(x + torch.randn(3, 4, 4), y) for x, y in records]),
     "lists": lambda records: ([x for x, _ in records], [int(y) for _, y in records]),
     "positions first": lambda records: default_collate(records)[0].flatten(2).permute(2, 0, 1),
+    "two views of each": lambda records: torch.cat([default_collate(records)[0]] * 2),
     "two crops": lambda records: default_collate(records)[0].repeat_interleave(2, 0),
     "changed in place": lambda records: default_collate([(x.mul_(2), y) for x, y in records]),
 }

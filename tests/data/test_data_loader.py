@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import pickle
 from functools import partial
 from typing import NamedTuple
 
@@ -23,13 +24,15 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
     random_split,
 )
 
 from ghostclip import PrivacyEngine
 from ghostclip.accounting.history import steps_per_epoch
-from ghostclip.data import DPDataLoader
+from ghostclip.data import DPDataLoader, EmptyBatchCollate
 from ghostclip.data.loader import warn_of_repetitions
+from ghostclip.data.physical_batches import _TokenDataset
 from ghostclip.errors import DataError, InvalidOptionError, ResumeError
 
 RECORDS = TensorDataset(torch.arange(40.0).reshape(40, 1).expand(40, 5), torch.arange(40))
@@ -55,6 +58,12 @@ class Pair(NamedTuple):
 class Item:
     x: torch.Tensor
     name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fixed:
+    x: torch.Tensor
+    more: Item
 
 
 class Encoding(collections.UserDict):
@@ -123,6 +132,10 @@ STRUCTURES = {
     "dataclass": (
         [torch.ones(2)], lambda rs: Item(torch.stack(rs), "fixed"), lambda b: (type(b), b.x.shape, b.name),
         (Item, (0, 2), "fixed"),
+    ),
+    "dataclass without a dict": (
+        [torch.ones(2)], lambda rs: Fixed(torch.stack(rs), Item(torch.stack(rs, 1), "fixed")),
+        lambda b: (type(b), b.x.shape, b.more.x.shape), (Fixed, (0, 2), (2, 0)),
     ),
     "batch second": ([torch.ones(6)], lambda rs: torch.stack(rs, dim=1), lambda b: b.shape, (6, 0)),
     "folded": ([torch.ones(3, 2)], torch.cat, lambda b: b.shape, (0, 2)),
@@ -226,6 +239,10 @@ REFUSED = {
     "no batches": (lambda: DataLoader(RECORDS, batch_size=None), ValueError, "batch_size=None"),
     "no records": (lambda: DataLoader(Listed([]), 4), DataError, "is empty"),
     "too large": (lambda: DataLoader(RECORDS, 41), DataError, "batch_size=41: the data set has only 40"),
+    "other records": (
+        lambda: DataLoader(RECORDS, 4, sampler=DistributedSampler(Listed([1] * 9), 1, 0)), InvalidOptionError,
+        "over 9 records: the loader's data set has 40",
+    ),
     "out of order": (
         lambda: DataLoader(RECORDS, 4, num_workers=1, in_order=False), InvalidOptionError, "in_order=False",
     ),
@@ -263,3 +280,23 @@ def test_a_checkpoint_counts_what_was_delivered_not_what_was_prefetched(workers)
     assert not set(map(tuple, got)) & {tuple(batch) for batch in continued if len(batch) > 2}
     with pytest.raises(ResumeError, match="num_samples"):
         private(Subset(RECORDS, range(20)), 2).load_state_dict(state)
+
+
+UNBUILDABLE = {
+    "packed": (nn.utils.rnn.pack_sequence, "no empty PackedSequence"),
+    "axes that come and go": (lambda rs: torch.stack(rs).squeeze(0), "batch axis is unclear"),
+    "a function": (lambda rs: {"x": torch.stack(rs), "f": len}, "an empty builtin"),
+}
+
+
+@pytest.mark.parametrize("name", UNBUILDABLE)
+def test_batches_without_an_empty_form_are_refused(name):
+    collate, text = UNBUILDABLE[name]
+    with pytest.raises(DataError, match=text):
+        EmptyBatchCollate(Listed([torch.ones(3)] * 4), collate)([])
+
+
+def test_a_loader_split_into_parts_reaches_workers_that_are_started_anew():
+    sent = pickle.loads(pickle.dumps(_TokenDataset(RECORDS, default_collate)))
+    assert torch.equal(sent[3][0], RECORDS[3][0])
+    assert sent.tensors[0].shape == RECORDS.tensors[0].shape

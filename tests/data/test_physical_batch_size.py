@@ -42,6 +42,15 @@ def test_search_never_settles_above_the_limit_and_comes_close(fixed, slope, limi
     assert all(fixed + slope * size <= limit for size in tried[2:])
 
 
+def test_a_size_that_fits_no_longer_leaves_a_margin():
+    search = LearnedSize(upper=64, limit=None, device=CPU)
+    run(search, fixed=0, slope=1)
+    assert search.size == 64
+    search.failed(64)
+    assert search.size == 48
+    assert search.settled
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from ghostclip.accounting.history import SamplingEvent
-from ghostclip.data import Poisson, PrivateSampler, Shuffled, UserPoisson
+from ghostclip.data import DeclaredSampling, Poisson, PrivateSampler, Shuffled, UserDataset, UserPoisson
 from ghostclip.errors import DataError, FixedSeedWarning, InvalidOptionError, ResumeError
 from ghostclip.noise.keys import RandomKey, WordStream, permutation, subset
 
@@ -161,6 +161,16 @@ def test_a_user_is_the_unit_and_its_records_the_factor():
             UserPoisson([1], **{"sample_rate": 0.5, "max_records": 1} | wrong)
     with pytest.raises(DataError, match="users: empty"):
         UserPoisson([], sample_rate=0.5, max_records=1)
+    with pytest.raises(DataError, match="users: 1 given for 2 records"):
+        UserDataset([7, 8], [0], max_records=1)
+    for name, steps in {
+        "steps": lambda: Poisson(num_samples=4, sample_rate=0.5, epoch_steps=0),
+        "steps_per_epoch": lambda: DeclaredSampling(
+            sample_rate=0.5, expected_batch_size=2, num_units=4, steps_per_epoch=0
+        ),
+    }.items():
+        with pytest.raises(InvalidOptionError, match=f"{name}=0"):
+            steps()
 
 
 # Public constants and events

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ghostclip
-from ghostclip.errors import LossReductionError
+from ghostclip.errors import GhostClipError, LossReductionError
 from ghostclip.facade import PrivateCriterion
 
 B, T, C = 4, 3, 5
@@ -52,6 +52,10 @@ def test_a_loss_is_shown_and_compared_as_its_value():
     assert loss < 6
     assert torch.inf > loss > torch.tensor(4.0)
     assert min([loss / 2, loss]).item() == 2.5
+    assert loss.mean() is loss
+    assert loss.cpu() == loss.data == 5.0
+    with pytest.raises(LossReductionError, match="loss_reduction='mean'"):
+        private(nn.MSELoss(reduction="sum"), "sum")(torch.zeros(2), torch.zeros(2)).mean()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -104,3 +108,21 @@ def test_reduced_loss_is_refused():
 def test_contradicting_reduction_is_refused():
     with pytest.raises(LossReductionError, match="'sum'"):
         private(nn.CrossEntropyLoss(reduction="sum"))
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_function_of_flattened_positions_is_looked_at_sample_by_sample(mixes):
+    def losses(output, target):
+        each = nn.functional.cross_entropy(output, target, reduction="none")
+        return each / target.bincount(minlength=C)[target] if mixes else each
+
+    model, x, y = nn.Linear(2, C), torch.randn(B, T, 2), torch.randint(0, C, (B * T,))
+    criterion = PrivateCriterion(clipper_of(model), losses)
+    loss = criterion(model(x).flatten(0, 1), y, shape=(B, T))
+    wanted = losses(model(x).flatten(0, 1), y).view(B, T).mean(1)
+    torch.testing.assert_close(loss.per_sample, wanted)
+    if mixes:
+        with pytest.raises(GhostClipError, match="half of the samples were replaced"):
+            loss.backward()
+    else:
+        loss.backward()

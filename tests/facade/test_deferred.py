@@ -66,6 +66,12 @@ def _scaled(model, criterion, x, y):
     return loss.item()
 
 
+def _part(model, criterion, x, y):
+    loss = criterion(model(x)[:, torch.tensor([2, 0, 1])], y)
+    loss.backward()
+    return (loss * 2).item()
+
+
 def _looks(model, criterion, x, y):
     output = model(x)
     right = (output.argmax(1) == y).sum().item()
@@ -83,8 +89,8 @@ def _item_first(model, criterion, x, y):
 
 @pytest.mark.parametrize(
     ("loop", "as_graph"),
-    [(_plain, True), (_scaled, True), (_looks, False), (_item_first, False)],
-    ids=["plain", "scaled", "looks at outputs", "looks at the loss"],
+    [(_plain, True), (_scaled, True), (_part, True), (_looks, False), (_item_first, False)],
+    ids=["plain", "scaled", "part by a tensor", "looks at outputs", "looks at the loss"],
 )
 def test_the_loop_stays_as_it_is_written(loop, as_graph):
     want, seen, _ = _trained("bookkeeping", loop)

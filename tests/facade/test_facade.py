@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ghostclip
+from ghostclip.errors import UnsupportedModuleError
 from ghostclip.facade import GradSampleModule
 from tests.engine.training import small_model
 
@@ -137,3 +138,31 @@ def test_a_copy_says_that_it_is_not_private(caplog):
     assert caplog.text.count("what trains it is not private") == 1
     wrapped(x).mean().backward()
     assert caplog.text.count("not private") == 1
+
+
+def test_samples_mix_by_class_unless_it_is_not_asked():
+    with pytest.raises(UnsupportedModuleError, match="BatchNorm1d"):
+        GradSampleModule(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    GradSampleModule(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), strict=False).remove_hooks()
+
+
+def test_zero_grad_drops_the_gradients_of_samples_too():
+    facade = GradSampleModule(small_model())
+    facade(torch.randn(4, 5)).square().sum(1).mean().backward()
+    weight = facade[0].weight
+    assert weight.grad_sample.shape == (4, *weight.shape)
+    facade.zero_grad()
+    assert weight.grad is weight.grad_sample is None
+
+
+def test_a_part_of_another_module_loads_the_models_own_keys():
+    facade = facade_of(nn.Linear(3, 3))
+    outer, state = nn.ModuleDict({"part": facade}), {"part.weight": torch.ones(3, 3), "part.bias": torch.zeros(3)}
+    outer.load_state_dict(state)
+    assert bool((facade._module.weight == 1).all())
+
+
+def test_modules_with_parameters_are_listed():
+    model = small_model()
+    parts = list(facade_of(model).iterate_submodules(model))
+    assert parts == [part for part in model if isinstance(part, nn.Linear)]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
+from ghostclip.clipping.policies import QuantileAdaptation, adaptive
 from ghostclip.errors import CopyError, InvalidOptionError, MissingGradientError, UncoveredParameterError
 from ghostclip.optim import DPOptimizer
 from tests.engine.training import Training, batch_of, clipped_sum, parameters_of, small_data, small_model
@@ -115,6 +116,15 @@ def test_optimizer_with_a_strange_parameter_is_refused():
         DPOptimizer(inner, noise_multiplier=1.0, expected_batch_size=1, clipper=clipper, noise_source=None)
 
 
+def test_a_parameter_put_past_the_private_optimizer_is_refused_at_the_step():
+    training = Training()
+    training.optimizer.original_optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    training.backward(batch_of(DATA, start=0, stop=2))
+    with pytest.raises(UncoveredParameterError, match=r"shape \(2,\) outside the model"):
+        training.optimizer.step()
+    assert training.releases == 0
+
+
 def test_parameter_group_that_is_not_clipped_is_refused():
     training, strange = Training(), nn.Linear(2, 2)
     with pytest.raises(UncoveredParameterError):
@@ -208,6 +218,10 @@ def test_unbounded_sensitivity_with_noise_is_refused():
     with pytest.raises(InvalidOptionError, match="unbounded"):
         Training(sigma=1.0, bound=float("inf"))
     training = Training(sigma=0.0, bound=float("inf"))
+    before = parameters_of(training.model)
+    with pytest.warns(UserWarning, match="not differentially private"):
+        training.step(batch_of(DATA, start=0, stop=2))
+    assert bool((parameters_of(training.model) != before).any())
     training.optimizer.noise_multiplier = 1.0
     with pytest.raises(InvalidOptionError, match="unbounded"):
         training.step(batch_of(DATA, start=0, stop=2))
@@ -238,3 +252,46 @@ def test_an_optimizer_of_a_module_that_came_in_later_and_was_called_by_itself_is
     with pytest.raises(UncoveredParameterError, match="another optimizer releases"):
         torch.optim.SGD(model.late.parameters(), lr=0.1).step()
     assert private.releases == 0
+
+
+def test_what_is_no_torch_optimizer_or_contradicts_the_source_of_noise_is_refused():
+    training = Training()
+    clipper, inner = training.optimizer.clipper, torch.optim.SGD(training.model.parameters(), lr=0.1)
+    options = {"noise_multiplier": 1.0, "expected_batch_size": 4, "clipper": clipper}
+    with pytest.raises(InvalidOptionError, match="got list"):
+        DPOptimizer([inner], **options)
+    with pytest.raises(InvalidOptionError, match="noise_source with generator"):
+        DPOptimizer(inner, **options, noise_source=training.noise, generator=torch.Generator())
+    with pytest.raises(InvalidOptionError, match="holds one of these parameters already"):
+        training.optimizer.add_param_group({"params": training.model[0].weight})
+
+
+def test_an_adaptive_bound_asks_for_a_batch_size_whatever_the_loss():
+    model = small_model()
+    clipper = ghostclip.GhostClipper(
+        model, policy=adaptive(1.0, QuantileAdaptation(unclipped_num_std=1.0)), loss_reduction="sum"
+    )
+    with pytest.raises(InvalidOptionError, match="expected_batch_size"):
+        DPOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, expected_batch_size=None,
+            loss_reduction="sum", clipper=clipper,
+        )  # fmt: skip
+
+
+def test_a_closure_of_a_step_in_parts_is_evaluated_once():
+    training, calls = Training(), []
+
+    def closure():
+        calls.append(1)
+        training.backward(batch_of(DATA, start=0, stop=2))
+
+    assert training.optimizer.pre_step(closure)
+    assert calls == [1]
+    assert all(p.grad is not None for p in training.model.parameters())
+
+
+def test_state_without_an_engine_is_the_inner_optimizers():
+    first, second = Training(), Training()
+    first.optimizer.param_groups = [group | {"lr": 0.25} for group in first.optimizer.param_groups]
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert second.optimizer.original_optimizer.param_groups[0]["lr"] == 0.25

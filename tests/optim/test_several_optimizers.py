@@ -122,3 +122,34 @@ def test_groups_that_join_later():
     run.optimizers[1].register_step_pre_hook(lambda *_: called.append(1))
     run.step(next(iter(run.loader)))
     assert called == [1]
+
+
+WRONG = {
+    "none": (lambda m: [], "give at least one"),
+    "twice": (lambda m: [torch.optim.SGD(m.parameters(), lr=1.0), MUON([m[0].weight], lr=1.0)], "the same parameter"),
+    "no optimizer": (lambda m: [torch.optim.SGD(m.parameters(), lr=1.0), None], "expected a torch.optim.Optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_optimizers_that_cannot_share_a_release_are_refused(name):
+    make, text = WRONG[name]
+    model = small_model()
+    with pytest.raises(InvalidOptionError, match=text):
+        ghostclip.PrivacyEngine().make_private(
+            module=model, optimizer=make(model), data_loader=DataLoader(DATA, batch_size=8), noise_multiplier=1.0,
+            max_grad_norm=0.5,
+        )  # fmt: skip
+
+
+def test_the_release_of_all_may_be_stepped_itself():
+    run = Run()
+    release = run.optimizers[0].release
+    before = parameters_of(run.bare)
+    run.backward(next(iter(run.loader)))
+    release.step()
+    assert bool((parameters_of(run.bare) != before).all())
+    release.zero_grad(set_to_none=False)
+    assert not any(bool(p.grad.any()) for p in run.bare.parameters())
+    with pytest.raises(InvalidOptionError, match="state of 1 optimizers"):
+        release.original_optimizer.load_state_dict({"members": [run.inner[0].state_dict()]})

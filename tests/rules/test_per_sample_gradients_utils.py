@@ -89,3 +89,10 @@ def test_what_cannot_be_checked_is_named():
         check_per_sample_gradients_are_correct(torch.randn(4, 5), nn.Sequential(linear, nn.Dropout(0.5)))
     with pytest.raises(InvalidOptionError, match="no trainable parameter"):
         check_per_sample_gradients_are_correct(torch.randn(4, 5), nn.Linear(5, 4).requires_grad_(False))
+    with pytest.raises(InvalidOptionError, match="are the same; give one"):
+        check_per_sample_gradients_are_correct(
+            torch.randn(4, 5), linear, strategy="hooks", grad_sample_mode="functorch"
+        )
+    with pytest.raises(InvalidOptionError, match="use 'hooks'"):
+        compute_grad_sample(torch.randn(4, 5), linear, grad_sample_mode="ghost")
+    assert check_per_sample_gradients_are_correct(torch.randn(4, 5), linear, grad_sample_mode="functorch")

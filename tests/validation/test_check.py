@@ -169,6 +169,7 @@ WRONG = {
     "no tensor": (lambda: (_Net(), _batch(), lambda model, batch: 0.5), r"returned a float\. Return a tensor"),
     "no pair": (lambda: (_Net(), {"x": torch.randn(2, 5)}, nn.CrossEntropyLoss()), "batch has to be a pair"),
     "one sample": (lambda: (_Net(), _batch(1), nn.CrossEntropyLoss()), "1 sample"),
+    "nothing": (lambda: (_Net(), [], lambda model, batch: model.zero()), "no tensor with a batch axis"),
     "all the same": (lambda: (_Net(), (torch.ones(3, 5), torch.ones(3).long()), nn.CrossEntropyLoss()), "all the same"),
 }
 

@@ -10,6 +10,7 @@ import ghostclip
 from ghostclip.errors import (
     GhostClipError,
     IllegalModuleConfigurationError,
+    InvalidOptionError,
     ShouldReplaceModuleError,
     UnsupportableModuleError,
     UnsupportedModuleError,
@@ -104,6 +105,7 @@ def test_errors_name_path_and_remedy():
         nn.MultiheadAttention(4, 2),
         nn.TransformerEncoderLayer(4, 2, 8),
         nn.InstanceNorm1d(3, affine=True),
+        nn.InstanceNorm1d(3, track_running_stats=True).eval(),
         nn.BatchNorm1d(3).eval(),
         nn.Embedding(4, 3),
     ],
@@ -115,6 +117,23 @@ def test_what_needs_no_replacement_stays(module):
     assert type(fixed) is type(module)
     assert [type(part) for part in fixed.modules()] == [type(part) for part in module.modules()]
     assert fixed.training == module.training
+    assert fixed.state_dict().keys() == module.state_dict().keys()
+
+
+WRONG = {
+    "lazy": (nn.LazyBatchNorm1d, {}, UnsupportedModuleError, "call it once on a batch"),
+    "both": (lambda: nn.BatchNorm1d(8), {"replace_bn_with_in": True, "num_groups": 2}, InvalidOptionError, "Give one"),
+    "groups": (lambda: nn.BatchNorm1d(8), {"num_groups": 3}, InvalidOptionError, "does not divide the 8 channels"),
+    "no group": (lambda: nn.BatchNorm1d(8), {"num_groups": 0}, InvalidOptionError, "num_groups=0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_replaced_as_asked_is_refused(name):
+    make, options, error, text = WRONG[name]
+    assert "GroupNorm" in str(ModuleValidator.validate(make())[0])
+    with pytest.raises(error, match=text):
+        ModuleValidator.fix(make(), **options)
 
 
 def test_running_statistics_are_switched_off():

@@ -206,3 +206,31 @@ def test_a_wrong_engine_is_found(monkeypatch):
     report = ghostclip.validate(_classifier(), _batch(), _cross_entropy, strategy="bookkeeping")
     assert {problem.place for problem in report.problems} == {"strategy 'bookkeeping'"}
     assert any("C" in problem.found and "moves" in problem.found for problem in report.problems)
+
+
+class _Sampled(nn.Module):
+    """Outputs with noise of their own, as a variational model draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3).double()
+
+    def forward(self, x):
+        return self.layer(x) + torch.randn(len(x), 3, dtype=x.dtype)
+
+
+@pytest.mark.parametrize(("loss", "said", "compared"), [
+    (_cross_entropy, "compared within one forward", 1), (_mean, "could not be checked", 0)
+])  # fmt: skip
+def test_losses_that_draw_numbers_are_compared_as_far_as_they_can_be(loss, said, compared):
+    report = ghostclip.validate(_Sampled(), _batch(), loss)
+    assert report.ok, str(report)
+    assert said in str(report)
+    assert len(report.results) == compared
+    assert all(result.error < 1e-10 and result.sensitivity is None for result in report.results)
+
+
+def test_gradients_that_are_all_zero_are_compared_too():
+    report = ghostclip.validate(_classifier(), _batch(), lambda model, batch: 0 * _cross_entropy(model, batch))
+    assert report.ok, str(report)
+    assert report.results[0].error == 0
