@@ -48,6 +48,21 @@ def test_virtual_steps_equal_one_big_batch(size, zero_grad_first):
     assert training.releases == whole.releases == len(LOGICAL)
 
 
+class _Together(torch.utils.data.TensorDataset):
+    def __getitems__(self, indices):
+        assert indices, "no record was asked for"
+        return [self[index] for index in indices]
+
+
+def test_a_data_set_is_not_asked_for_no_records():
+    training = Training(sigma=1.0)
+    loader = fixed_loader(_Together(*DATA.tensors), *LOGICAL)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=training.optimizer) as batches:
+        for batch in batches:
+            training.step(batch)
+    assert training.releases == len(LOGICAL)
+
+
 def test_one_draw_and_one_count_for_each_logical_batch():
     training, draws = Training(sigma=1.0), []
     with manager(training, *LOGICAL) as loader:
