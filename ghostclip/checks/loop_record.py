@@ -725,7 +725,7 @@ class Loop:
         given = [tensor for tensor in inputs if self.is_drawn(tensor) and record.take(tensor)]
         replay = record.replay([*made, *given] if made else (), self._batch_of(forward))
         # In a step that is only followed, nothing but what was kept is looked at.
-        looked_at = None if self.may_keep and not self._unchecked.is_due else replay
+        looked_at = None if self.may_keep and not (self._unchecked.is_due or self.asks) else replay
         fate = "" if looked_at is None else looked_at.fate()
         if fate == "mixed":
             raise SampleMixingError(_MIXED_INPUTS)
