@@ -331,7 +331,8 @@ class Batch:
         most = next(number for number in count(most) if number not in lengths)
         if self.size <= most or self.has_lists:
             return self
-        order = [*range(most - 1), max(most - 1, self.rare)]
+        # Of rows that data has assigned, those of the first samples are known.
+        order = [*range(most - 1), most - 1 if self.gathered else max(most - 1, self.rare)]
         known = [row_map and row_map.of_first(most) for row_map in self.maps]
         rare = min(self.rare, most - 1)
         return replace(self, inputs=self.of_samples(order), size=most, maps=known, outputs=(), rare=rare)

@@ -158,6 +158,13 @@ def batch_axis_of(leaf: Any, *, batch_size: int, axis: int) -> int | None:
     return None
 
 
+# Others have no sums, or none of real numbers.
+_SUMMED: Final = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+)
+
+
 class Alike(NamedTuple):
     """How many samples have the same row of a tensor as each of them."""
 
@@ -174,8 +181,8 @@ def alike(tensors: Iterable[tuple[Tensor, int | None]]) -> list[Alike]:
     """Return how many samples are alike in tensors, given with the samples' axis, that are outside of the graph."""
     found = list[Alike]()
     for tensor, axis in tensors:
-        other = tensor.requires_grad or tensor.is_complex() or tensor.is_meta or tensor.layout is not torch.strided
-        if axis is not None and type(tensor) is Tensor and not other:
+        other = tensor.requires_grad or tensor.is_meta or tensor.layout is not torch.strided
+        if axis is not None and type(tensor) is Tensor and tensor.dtype in _SUMMED and not other:
             rows = tensor.movedim(axis, 0).reshape(tensor.shape[axis], -1)
             _, kinds, counts = rows.sum(1, dtype=torch.float32).unique(return_inverse=True, return_counts=True)
             found.append(Alike(rows.shape[1], counts[kinds]))

@@ -168,8 +168,9 @@ class Evidence:
         # Ranks that hold the model in parts would run it differently often.
         copied, unchecked = capture.substitution.copied if capture.gathering is None else None, self.unchecked
         refusals = [one.refusal(size, axis, mean=mean, unchecked=unchecked, copied=copied) for one in forward.losses]
-        tells = None not in refusals and all(one.tells(size, axis) for one in forward.losses)
-        self._undecided = 0 if tells else self._undecided + 1
+        # Ranks that hold the model in parts ask equally often.
+        tells = capture.gathering is not None or all(one.tells(size, axis) for one in forward.losses)
+        self._undecided = 0 if tells and None not in refusals else self._undecided + 1
         forward.alone = refusals == [""] and forward.losses[0].node is edge_of(root)[0]
         forward.refusal = next(filter(None, refusals), "")
 
