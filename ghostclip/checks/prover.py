@@ -168,8 +168,8 @@ class Evidence:
         # Ranks that hold the model in parts would run it differently often.
         copied, unchecked = capture.substitution.copied if capture.gathering is None else None, self.unchecked
         refusals = [one.refusal(size, axis, mean=mean, unchecked=unchecked, copied=copied) for one in forward.losses]
-        # Ranks that hold the model in parts ask equally often.
-        tells = capture.gathering is not None or all(one.tells(size, axis) for one in forward.losses)
+        # Ranks that exchange something ask equally often, of the same samples.
+        tells = self._may_exchange or all(one.tells(size, axis) for one in forward.losses)
         self._undecided = 0 if tells and None not in refusals else self._undecided + 1
         forward.alone = refusals == [""] and forward.losses[0].node is edge_of(root)[0]
         forward.refusal = next(filter(None, refusals), "")
@@ -592,7 +592,7 @@ class Evidence:
         forward = capture.forward
         # Ranks that share samples run the model equally often, whatever each of them finds.
         batch = self._batch(capture, seen, () if self._drew or capture.gathering is not None else seen.parts)
-        alike = batch.alike if capture.gathering is None else []
+        alike = [] if self._may_exchange else batch.alike
         batch = replace(batch, rare=rare_sample(alike))
         if any(one.all for one in alike if one.numbers == 1):
             self.unchecked.ask_again()
