@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import compress, starmap
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -35,7 +35,7 @@ from ghostclip import _torch, _tree
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.hooks import suspend_compiler
 from ghostclip.checks.batches import Batch, Randomness, louder, unnoticed
-from ghostclip.checks.dependence import alike, batch_axis_of, of_samples, rare_sample
+from ghostclip.checks.dependence import Alike, alike, batch_axis_of, of_samples, rare_sample
 from ghostclip.checks.independence import TOLERANCE
 from ghostclip.checks.unchecked import LOOP, MOST_ALIKE, Unchecked
 from ghostclip.errors import LossReductionError, SampleMixingError
@@ -445,10 +445,13 @@ class LoopReplay:
             # The others are let go of.
             self._tensors |= {n: of_samples(self._tensors[n], range(few), axis) for n, axis in self._axes.items()}
         self._tensors = {number: tensor.detach() for number, tensor in self._tensors.items()}
-        self._alike = alike((self._tensors[n], axis) for n, axis in self._axes.items() if n not in self._ends)
         self._known = {} if values else record.known()
         self._base: list[Tensor] = []
         self.has_run = False  # whether it ran with other samples
+
+    @cached_property
+    def _alike(self) -> list[Alike]:
+        return alike((self._tensors[n], axis) for n, axis in self._axes.items() if n not in self._ends)
 
     def tells(self) -> bool:
         """Return whether samples differ in all that was computed with: what they are alike in shows nothing."""
@@ -580,7 +583,9 @@ class LoopReplay:
             roots = [values[number] for number in self._numbers]
             leaves = [values[~number] for number in self._ends]
             totals = [root.sum() for root in roots if root.requires_grad]
-            grads = torch.autograd.grad(totals, leaves, allow_unused=True, materialize_grads=True) if totals else leaves
+            grads: Sequence[Tensor] = list(map(torch.zeros_like, leaves))
+            if totals:
+                grads = torch.autograd.grad(totals, leaves, allow_unused=True, materialize_grads=True)
         return list(starmap(_brief, zip([*(root.detach() for root in roots), *grads], self._compared, strict=True)))
 
     def _values(
