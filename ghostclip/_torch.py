@@ -385,8 +385,8 @@ transform: Final[Callable[[], Any]] = torch._C._functorch.peek_interpreter_stack
 
 
 def exports() -> bool:
-    """Return whether torch writes a program down, by ``jit.trace`` or ``export``: ``torch._C._is_tracing``."""
-    return torch._C._is_tracing() or torch.compiler.is_exporting()
+    """Return whether torch writes a program down, traced or exported: ``_C._is_tracing``, ``_is_exporting_flag``."""
+    return torch._C._is_tracing() or torch.compiler._is_exporting_flag
 
 
 @contextmanager
