@@ -259,8 +259,9 @@ class Batch:
         """One of every two neighbours, and the last sample if it has none; not the first, so that all change places."""
         numbers = random.Random(self.seed)
         pairs = range(2, self.size - 1, 2)
-        ones = [first + numbers.randrange(2) for first in pairs]
-        return [1, *(one ^ 1 if one == self.rare else one for one in ones), *([self.size - 1] * (self.size % 2))]
+        ones = [1, *(first + numbers.randrange(2) for first in pairs), *([self.size - 1] * (self.size % 2))]
+        # A rare one stays, and its neighbour, where it has one, goes.
+        return [one for one in (one ^ 1 if one == self.rare else one for one in ones) if one < self.size]
 
     @property
     def alike(self) -> list[Alike]:

@@ -184,7 +184,9 @@ def alike(tensors: Iterable[tuple[Tensor, int | None]]) -> list[Alike]:
         other = tensor.requires_grad or tensor.is_meta or tensor.layout is not torch.strided
         if axis is not None and type(tensor) is Tensor and tensor.dtype in _SUMMED and not other:
             rows = tensor.movedim(axis, 0).reshape(tensor.shape[axis], -1)
-            _, kinds, counts = rows.sum(1, dtype=torch.float32).unique(return_inverse=True, return_counts=True)
+            # By place, as rows of one number among zeros have one sum.
+            weights = torch.arange(1, rows.shape[1] + 1, dtype=torch.float32, device=rows.device).sqrt()
+            _, kinds, counts = (rows * weights).sum(1).unique(return_inverse=True, return_counts=True)
             found.append(Alike(rows.shape[1], counts[kinds]))
     return found
 

@@ -280,10 +280,13 @@ def scalars_that_follow(
 ) -> frozenset[ScalarKey]:
     """Return the model's scalars whose gradient is neither mean nor sum of two halves' gradients."""
     # `parameters`: leaves that stand for the trainable ones. What picks samples of a batch may pick the same ones of
-    # its halves, so that there are two pairs of these at first. Random numbers belong to places: where some are drawn,
-    # the batch and one with every sample in the place before its own stand for the whole, and the same two with some
-    # places exchanged for its halves.
+    # its halves, so that there are two pairs of these at first; the second one parts a rare sample and its neighbour
+    # from the others, as halves may have equal shares of what is rare. Random numbers belong to places: where some are
+    # drawn, the batch and one with every sample in the place before its own stand for the whole, and the same two with
+    # some places exchanged for its halves.
     splits = batch.replaced[: 1 if batch.again else 2]
+    if batch.rare >= 0:
+        splits[1:] = [sorted([batch.rare, batch.rare - 1 if batch.rare else 1])]
 
     def gradients_of(samples: Sequence[int], before: Randomness) -> dict[ScalarKey, Tensor]:
         before.restore()

@@ -659,7 +659,7 @@ class Loop:
         self.kept = Kept()  # of the batch before
         self.may_keep = False  # whether there is any
         # Steps that were looked at, in a row, in which all samples were alike in something; whether that goes on.
-        self._alike, self.asks = 0, False
+        self._repeats, self.asks = 0, False
         self._ahead = 0  # batches that were handed out since a record began, until a forward
         self._latest: list[LoopRecord] = []
         weakref.finalize(self, _abandon, self._latest).atexit = False
@@ -761,8 +761,8 @@ class Loop:
             raise LossReductionError(_REFUSED)
         if looked_at is not None:
             # Once samples differed it is for the schedule alone.
-            self._alike = MOST_ALIKE if looked_at.tells() else self._alike + 1
-            self.asks = self._unchecked.asks_after(self._alike)
+            self._repeats = MOST_ALIKE if looked_at.tells() else self._repeats + 1
+            self.asks = self._unchecked.asks_after(self._repeats)
         self._report(looked_at)
         if replay is not None and replay.follows_kept():
             raise LossReductionError(_KEPT)

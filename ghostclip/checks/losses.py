@@ -34,7 +34,7 @@ from ghostclip.capture.row_maps import RowMap, candidates
 from ghostclip.capture.sample_axis import LOST, only_sample, sample_axis_at
 from ghostclip.checks.batches import Batch
 from ghostclip.checks.custom_backwards import is_linear, loss_has_custom_backwards
-from ghostclip.checks.dependence import batch_axis_of, rare_sample
+from ghostclip.checks.dependence import Alike, batch_axis_of
 from ghostclip.checks.independence import among_larger_ones, dependence, memory, plainly, scalars_that_follow
 from ghostclip.checks.linear_paths import PICKED
 from ghostclip.checks.loss_graph import MAX_NODES, Unheard, above_outputs, proved_outputs, separates_samples
@@ -100,14 +100,21 @@ class KnownLoss:
     device: str  # the type of its device
     cast: torch.dtype | None  # of autocast, where it was on
 
-    def refusal(self, batch_size: int, axis: int, *, mean: bool, unchecked: Unchecked, copied: Copied) -> str | None:
+    def alike(self, batch_size: int, axis: int) -> list[Alike]:
+        """Return how many samples are alike in each argument."""
+        return Batch((self.args, self.kwargs), batch_size, axis).alike
+
+    def refusal(
+        self, batch_size: int, axis: int, *, mean: bool, unchecked: Unchecked, copied: Copied, rare: int
+    ) -> str | None:
         """Run the loss on other batches; return why it is refused, "" if samples are independent, None if undecided."""
         # `mean`: whether one loss for all is a mean over the samples, else their sum. `copied` lets leaves stand for
         # the model's parameters; None where the model must not run. Returns None where an argument may as well be as
         # long as the batch by chance: another batch tells.
         arguments = _tree.mapped(_cut_off, (self.args, self.kwargs))
-        batch = Batch(arguments, batch_size, axis, seed=unchecked.forwards, autocast=self.cast, shared=copied is None)
-        batch = replace(batch, rare=rare_sample(batch.alike))
+        batch = Batch(
+            arguments, batch_size, axis, seed=unchecked.forwards, autocast=self.cast, shared=copied is None, rare=rare
+        )
         if sum(tensor.numel() for tensor in _tree.tensors(batch.inputs)) > _LARGE:
             batch = batch.few(_FEW)
         arguments, batch_size = batch.inputs, batch.size
@@ -141,10 +148,6 @@ class KnownLoss:
             return _REMEMBERED.format(name=self._name())
         unchecked.report(CRITERION, local_unchecked.reason(REPLACED))
         return ""
-
-    def tells(self, batch_size: int, axis: int) -> bool:
-        """Return whether samples differ in each argument: else another batch is to say whether they meet."""
-        return not any(one.all for one in Batch((self.args, self.kwargs), batch_size, axis).alike)
 
     def _refusal_by_halves(self, model: nn.Module, batch: Batch, unchecked: Unchecked, copied: Copied) -> str:
         """Return why a scalar loss that runs the model itself is refused: it is not that of its halves."""

@@ -167,10 +167,14 @@ class Evidence:
         size, axis = forward.batch_size, forward.batch_axis
         # Ranks that hold the model in parts would run it differently often.
         copied, unchecked = capture.substitution.copied if capture.gathering is None else None, self.unchecked
-        refusals = [one.refusal(size, axis, mean=mean, unchecked=unchecked, copied=copied) for one in forward.losses]
         # Ranks that exchange something ask equally often, of the same samples.
-        tells = self._may_exchange or all(one.tells(size, axis) for one in forward.losses)
-        self._undecided = 0 if tells and None not in refusals else self._undecided + 1
+        found = [[] if self._may_exchange else one.alike(size, axis) for one in forward.losses]
+        refusals = [
+            one.refusal(size, axis, mean=mean, unchecked=unchecked, copied=copied, rare=rare_sample(alike))
+            for one, alike in zip(forward.losses, found, strict=True)
+        ]
+        tells = None not in refusals and not any(one.all for alike in found for one in alike)
+        self._undecided = 0 if tells else self._undecided + 1
         forward.alone = refusals == [""] and forward.losses[0].node is edge_of(root)[0]
         forward.refusal = next(filter(None, refusals), "")
 
@@ -604,16 +608,15 @@ class Evidence:
                 # What was met in a forward that nobody was to ask about may begin to remember there.
                 run, state = replace(seen, state=None).rerun(capture), seen.state or _state_of(capture, seen.call)
                 refuse_memory(capture.model, state, run, batch, unchecked)
-        self._find_scalars(capture, seen)
+        self._find_scalars(capture, seen, replace(batch, outputs=()))
 
-    def _find_scalars(self, capture: CaptureContext, seen: "_ReadForward") -> None:
+    def _find_scalars(self, capture: CaptureContext, seen: "_ReadForward", batch: Batch) -> None:
         """Add the model's scalars that follow the batch to those known."""
         has_scalars = any(part.requires_grad and not part.dim() for part in seen.parts)
         has_scalars = has_scalars or bool(scalars_of(capture.model.modules(), []))
         if has_scalars and capture.gathering is not None:
             self.unchecked.missed("ranks hold the model in parts", SCALARS)
         elif has_scalars:
-            batch = self._batch(capture, seen)
             with capture.substitution.unwatched(), capture.substitution.copied() as leaves:
                 # What followed one batch need not show in the next.
                 self._following |= scalars_that_follow(
