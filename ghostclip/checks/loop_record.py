@@ -253,11 +253,11 @@ class LoopRecord(TorchFunctionMode):
         result = func(*args, **kwargs)
         writes, made = by_name or _torch.versions(taken) != versions, _made(result)
         takes = frozenset(int(leaf) for leaf in _tree.leaves(arguments) if type(leaf) is _At)
-        if not writes and self._hands_on(func, args, made):
-            # A loop that goes through a batch in parts has the records of one in what the model is called with.
-            self.given |= {self.number_of(one): _Given(one, _torch.version(one), True, None) for one in made}
         # Bookkeeping asks what a tensor is a view of, which copies of it are not.
-        elif takes and (made or writes) and func != _torch.base_read:
+        if takes and (made or writes) and func != _torch.base_read:
+            if not writes and self._hands_on(func, args, made):
+                # A loop that goes through a batch in parts has the records of one in what the model is called with.
+                self.given |= {self.number_of(one): _Given(one, _torch.version(one), True, None) for one in made}
             makes, kind = [self.number_of(value) for value in made], _device_of(made)
             cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
             self.calls.append(_Call(func, arguments, takes, makes, graded, (kind, cast), writes))
@@ -337,7 +337,11 @@ class LoopRecord(TorchFunctionMode):
             replay = LoopReplay(self, calls, values, batch)
         except Exception:  # noqa: BLE001 - of tensors that have no values
             return None
-        return replay if calls or replay.has_others else None
+        return replay if calls or replay.others else None
+
+    def is_part(self, call: _Call) -> bool:
+        """Return whether a call has handed on a part of a batch."""
+        return not call.writes and call.takes.isdisjoint(call.makes) and self.given.keys() >= {*call.makes}
 
     def known(self) -> dict[int, Callable[[], Any]]:
         """Return what returns each value, None once it is gone, by its number."""
@@ -423,9 +427,14 @@ class LoopReplay:
         # `values`: what is asked about, by number; nothing if all that the loop keeps is.
         axis_of = partial(batch_axis_of, batch_size=batch.size, axis=batch.axis)
         roots = list(values.values())
+        # Parts of a batch that have these samples are given; others, a first row as one, are computed.
+        of_these = {n for n, one in record.given.items() if axis_of(one.tensor) is not None}
+        parts = {id(call): not of_these.isdisjoint(call.makes) for call in calls if record.is_part(call)}
+        computed = {number for call in calls if parts.get(id(call)) is False for number in call.makes}
+        calls = [call for call in calls if not parts.get(id(call))]
         self._calls, self._numbers, self._roots = calls, list(values), roots
-        used = frozenset(values).union(*(call.takes for call in calls))
-        noted = {number: one for number, one in record.given.items() if number in used or not values}
+        used = frozenset(values).union(*(call.takes for call in calls)) - computed
+        noted = {n: one for n, one in record.given.items() if n in used or not (values or n in computed)}
         self._tensors = {number: one.tensor for number, one in noted.items()}
         self._is_stale = any(_torch.version(one.tensor) != one.version for one in noted.values())
         # Of what has samples, the axis: parameters have none.
@@ -433,7 +442,7 @@ class LoopReplay:
         self._axes = {number: axis for number, axis in axes.items() if axis is not None}
         self._ends = [n for n, tensor in self._tensors.items() if tensor.requires_grad and not tensor.is_leaf]
         self._compared = [*map(axis_of, roots), *(axes[number] for number in self._ends)]
-        self._others = {number: one.other for number, one in noted.items() if one.other is not None}
+        self.others = {n: one.other for n, one in noted.items() if one.other is not None}  # of an earlier batch
         self._whole = [number for number in self._axes if _may_be_whole(noted[number])]
         dtypes = {*(tensor.dtype for tensor in (*self._tensors.values(), *roots)), *(call.cast[1] for call in calls)}
         self._tolerance = max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=0.0)
@@ -535,15 +544,10 @@ class LoopReplay:
             triples = zip(self._base, now, self._compared, strict=True)
             yield rest, [(one, other) for one, other, axis in triples if axis is not None]
 
-    @property
-    def has_others(self) -> bool:
-        """Whether anything is known to be of an earlier batch."""
-        return bool(self._others)
-
     def follows_kept(self) -> bool:
         """Return whether several samples follow what was kept of an earlier batch, as far as it is known."""
         # One of them may be the record that was another one there.
-        return self.has_others and self._look(lambda whole: self._changed(whole) > 1)
+        return bool(self.others) and self._look(lambda whole: self._changed(whole) > 1)
 
     def _changed(self, whole: Sequence[int]) -> int:
         """Return how many samples' values or gradients are others with what was kept of an earlier batch."""
@@ -602,7 +606,7 @@ class LoopReplay:
         # left in an earlier batch; `only`: those with these shapes, outside of the graph, as far as it can be computed.
         self._before.restore()
         axes = {number: axis for number, axis in self._axes.items() if number not in whole}
-        tensors = {**self._tensors, **self._others} if others else self._tensors
+        tensors = {**self._tensors, **self.others} if others else self._tensors
         given = {n: of_samples(t, samples, axes[n]) if n in axes else t for n, t in tensors.items()}
         for number in axes.keys() & set(self._ends):
             given[number] = louder(given[number], loud, axes[number], seed=self._batch.seed) if loud else given[number]
