@@ -110,6 +110,7 @@ MIXED = {
     "centred inputs": lambda m, x, t, r: losses_of(m(x - x.mean(0)), t).mean(),
     "inputs without the first one": lambda m, x, t, r: losses_of(m(x - x[:1]), t).mean(),
     "a scale of the last ones": lambda m, x, t, r: losses_of(m(x / x.clone().split(BATCH - 1)[1].norm()), t).mean(),
+    "those above the mean": lambda m, x, t, r: losses_of(m(x * (r > r.mean())[:, None]), t).mean(),
     "one scale": lambda m, x, t, r: losses_of(m(x / x.abs().max()), t).mean(),
     "a scale that was read": lambda m, x, t, r: losses_of(m(x / x.abs().max().item()), t).mean(),
     "an attack of one scale": lambda m, x, t, r: losses_of(m(x + (g := _slope(m, x, t)) / g.abs().max()), t).mean(),
@@ -276,6 +277,14 @@ def test_losses_in_which_samples_meet_are_refused(name):
     assert training.optimizer.releases == 0
 
 
+@pytest.mark.parametrize("seed", [7, 11])
+def test_labels_above_a_mean_are_met_by_samples_that_move_it_far(seed):
+    training = _Training(seed)
+    with pytest.raises(LossReductionError, match="half of the samples were replaced"):
+        training.step(lambda m, x, t, r: losses_of(m(x), t.where(r > r.mean(), 0 * t)).mean())
+    assert training.optimizer.releases == 0
+
+
 class _Ahead:
     """Fetches batches ahead and moves them, as loaders for another device do."""
 
@@ -390,6 +399,11 @@ def _to_prototypes(loop, output, t):
     return losses.mean()
 
 
+def _with_largest(loop, output, t):
+    largest, loop.kept = loop.kept, output.detach().abs().max()
+    return losses_of(output / largest, t).mean()
+
+
 def _with_last_inputs(loop, m, x, t):
     mean, last = loop.kept[:3].mean(), x
     loop.later(lambda: setattr(loop, "kept", last))
@@ -427,6 +441,7 @@ KEPT = {
         )[2],
     ),
     "a deviation": ((), lambda k, m, x, t, r, i: losses_of(m(x) / k.mean(r.square()).sqrt(), t).mean()),
+    "the largest output": ((), lambda k, m, x, t, r, i: _with_largest(k, m(x), t)),
     "the last inputs": ((1, 1), lambda k, m, x, t, r, i: _with_last_inputs(k, m, x, t)),
 }
 KEPT_OF_ITSELF = {

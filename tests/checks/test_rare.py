@@ -80,6 +80,19 @@ def test_weights_by_the_batchs_labels_are_refused_where_it_has_several(weights, 
     assert not any(labels.any() for labels in released), "samples had each other's weights in a step"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_by_an_earlier_batchs_labels_are_refused_in_the_next(seed):
+    shares, released = [torch.ones(3)], []
+
+    def weighted(logits, y):
+        before, shares[0] = shares[0], 0.5 * shares[0] + functional.one_hot(y, 3).float().mean(0)
+        return _each(logits, y) * before[y]
+
+    with pytest.raises(LossReductionError, match="follows what the loop kept"):
+        released.extend(_steps(weighted, "loop", seed, rare=1))
+    assert not any(labels.any() for labels in released[:-1])
+
+
 @pytest.mark.parametrize("scalar", [False, True])
 @pytest.mark.parametrize("size", [7, 8])
 def test_wherever_the_rare_samples_lie(size, scalar):
