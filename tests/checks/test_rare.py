@@ -54,8 +54,9 @@ def _steps(losses, where, seed, rare, change=lambda x, y: (x, y)):
     criterion = {"criterion": lambda logits, y: losses(logits, y).mean()} if where == "criterion" else {}
     model, optimizer, *known, loader = ghostclip.PrivacyEngine().make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=14), compile=False, **criterion,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=14), **criterion,
     )  # fmt: skip
+    assert len(known) == (where == "criterion")
     for batch in loader:
         optimizer.zero_grad()
         inputs, labels = change(*batch)
