@@ -326,7 +326,8 @@ class GhostClipper:
         if forward.batch_size > 1 and not forward.consumed:
             device = loss.device.type
             cast = torch.get_autocast_dtype(device) if _torch.autocast_is_on(device) else None
-            known = KnownLoss(function, args, kwargs, criterion, loss.grad_fn, not loss.dim(), device, cast)
+            is_drawn = self._evidence.loop.is_drawn
+            known = KnownLoss(function, args, kwargs, criterion, loss.grad_fn, not loss.dim(), device, cast, is_drawn)
             forward.losses.append(known)
 
     def _examine_losses(self, loss_B: Tensor) -> None:

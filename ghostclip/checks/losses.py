@@ -99,6 +99,7 @@ class KnownLoss:
     is_scalar: bool  # whether it was one for all
     device: str  # the type of its device
     cast: torch.dtype | None  # of autocast, where it was on
+    is_drawn: Callable[[Tensor], bool]  # whether a tensor is known to be of a batch
 
     def alike(self, batch_size: int, axis: int) -> list[Alike]:
         """Return how many samples are alike in each argument."""
@@ -138,8 +139,11 @@ class KnownLoss:
             changed = "others were replaced by several times larger ones"
         state.restore()
         if changed:
-            whole = _as_long(batch, run)
-            if not whole or dependence(holder, run, replace(batch, inputs=_with_whole(arguments, whole)), Unchecked()):
+            whole = self._as_long(batch, run)
+            # What is as long as batches of several sizes is theirs.
+            unchecked.as_long |= {batch_size for _ in whole}
+            exchanged = replace(batch, inputs=_with_whole(arguments, whole))
+            if len(unchecked.as_long) != 1 or dependence(holder, run, exchanged, Unchecked()):
                 return _REFUSED.format(name=self._name(), what=changed)
             unchecked.missed(_AS_LONG, CRITERION)
             return None
@@ -184,6 +188,20 @@ class KnownLoss:
         share = sizes[0] / whole if whole and sizes else 1.0
         return [grad * share for grad in grads]
 
+    def _as_long(self, batch: Batch, run: Callable[[Any], Any]) -> list[Tensor]:
+        """Return arguments that merely have as many rows as samples: the loss runs with them beside fewer samples."""
+        whole, given = [], _tree.tensors((self.args, self.kwargs))
+        for own, leaf in zip(given, _tree.tensors(batch.inputs), strict=True):
+            axis = batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis)
+            if axis is None or leaf.requires_grad or self.is_drawn(own):
+                continue
+            try:
+                run(replace(batch, inputs=_with_whole(batch.inputs, [leaf])).of_samples(batch.subset))
+            except Exception:  # noqa: BLE001 - it belongs to the samples
+                continue
+            whole.append(leaf)
+        return whole
+
     def _name(self) -> str:
         return getattr(self.criterion, "__name__", type(self.criterion).__name__)
 
@@ -202,20 +220,6 @@ class _CriterionModule(nn.Module):
 def _cut_off(leaf: Any) -> Any:
     """Return a tensor outside the graph, which is asked for a gradient if it was in it."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def _as_long(batch: Batch, run: Callable[[Any], Any]) -> list[Tensor]:
-    """Return arguments that merely have as many rows as samples: the loss runs with them beside fewer samples."""
-    whole = []
-    for leaf in _tree.tensors(batch.inputs):
-        if leaf.requires_grad or batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis) is None:
-            continue
-        try:
-            run(replace(batch, inputs=_with_whole(batch.inputs, [leaf])).of_samples(batch.subset))
-        except Exception:  # noqa: BLE001 - it belongs to the samples
-            continue
-        whole.append(leaf)
-    return whole
 
 
 def _with_whole(arguments: Any, whole: Sequence[Tensor]) -> Any:

@@ -87,6 +87,7 @@ class Unchecked:
         # whether it is one that the schedule asks about after the first: its kind was asked about before
         self.is_scheduled_again = False
         self._alone, self._schedule = 0, CheckSchedule(numbers)  # `_alone`: batches of one sample so far
+        self.as_long = set[int]()  # sizes of batches as long as an argument of a criterion that may be none of theirs
         self._repeats = 0  # forwards in which samples were alike in something
 
     def begin(self, batch_size: int, *, probes: bool, records: int | None = None) -> bool:

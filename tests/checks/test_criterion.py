@@ -242,6 +242,14 @@ def test_a_table_that_is_as_long_as_the_batch_is_told_by_the_next_one():
     assert "criterion" not in str(clipper.unchecked)
 
 
+def test_labels_that_enter_by_their_number_alone_are_told_by_a_batch_of_another_size():
+    clipper, criterion = of_a_model(lambda o, t, r: (o[:, 0] - o[:, 1].detach() * t.count_nonzero()) ** 2)
+    back(clipper, criterion, C)
+    assert "as many rows as there are samples" in str(clipper.unchecked)
+    with pytest.raises(LossReductionError, match="half of the samples were replaced"):
+        back(clipper, criterion, BATCH)
+
+
 def test_what_cannot_be_computed_with_other_samples_is_said():
     def particular(o, t, r):
         if not torch.equal(r, records(BATCH).tensors[1][:, 1]):

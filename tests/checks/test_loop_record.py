@@ -531,6 +531,13 @@ def test_what_a_loop_keeps_is_looked_at_where_the_loss_is_known():
         loss.backward()
 
 
+def test_labels_that_enter_by_their_number_alone_are_the_samples_of_the_loader():
+    training = _Training(criterion=lambda o, t: functional.mse_loss(o, o.detach() * t.count_nonzero()))
+    with pytest.raises(LossReductionError, match="criterion"):
+        training.step(lambda m, x, t, r: training.criterion(m(x), t))
+    assert training.optimizer.releases == 0
+
+
 def test_a_loop_that_keeps_something_is_seen_without_a_loader():
     def steps(clipper, model):
         centre = torch.zeros(C)
