@@ -39,6 +39,11 @@ _T = TypeVar("_T", bound=Tensor)
 version: Final[Callable[[Tensor], int]] = operator.attrgetter("_version")
 
 
+def known_version(tensor: Tensor) -> int:
+    """Return a tensor's `version`, 0 for one of inference mode, where none is counted."""
+    return 0 if tensor.is_inference() else version(tensor)
+
+
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Return the `version` of every tensor: ``Tensor._version``."""
     return list(map(version, tensors))

@@ -60,6 +60,15 @@ def test_versions_are_those_of_each_tensor():
     assert _torch.versions([x, y]) == [_torch.version(x), _torch.version(y)]
 
 
+def test_tensors_of_inference_mode_have_no_version():
+    with torch.inference_mode():
+        x = torch.zeros(2)
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="do not track version counter"):
+        _torch.version(x)
+    assert [_torch.known_version(x), _torch.known_version(torch.zeros(1).add_(1))] == [0, 1]
+
+
 def test_a_view_is_told_from_a_tensor_of_its_own():
     x = _leaf(2, 3) * 1
     assert not _torch.is_view(x)

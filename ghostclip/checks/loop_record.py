@@ -247,12 +247,12 @@ class LoopRecord(TorchFunctionMode):
             if by_name and args and isinstance(args[0], Tensor):
                 self._copy(args[0])
             taken = _tree.tensors((args, kwargs))
-            versions = _torch.versions(taken)
-        except Exception:  # noqa: BLE001 - of tensors of inference mode, as one, nobody knows the version
+            versions = [*map(_torch.known_version, taken)]
+        except Exception:  # noqa: BLE001 - subclasses of tensors have functions of their own
             self._is_open = False
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        writes, made = by_name or _torch.versions(taken) != versions, _made(result)
+        writes, made = by_name or [*map(_torch.known_version, taken)] != versions, _made(result)
         takes = frozenset(int(leaf) for leaf in _tree.leaves(arguments) if type(leaf) is _At)
         # Bookkeeping asks what a tensor is a view of, which copies of it are not.
         if takes and (made or writes) and func != _torch.base_read:
@@ -260,7 +260,7 @@ class LoopRecord(TorchFunctionMode):
             part = not writes and takes.isdisjoint(makes) and self._hands_on(func, args, made)
             if part:
                 # A loop that goes through a batch in parts has the records of one in what the model is called with.
-                self.given |= {self.number_of(one): _Given(one, _torch.version(one), True, None) for one in made}
+                self.given |= {self.number_of(one): _Given(one, _torch.known_version(one), True, None) for one in made}
             cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
             self.calls.append(_Call(func, arguments, takes, makes, graded, (kind, cast), writes, part))
             self._outside.update(() if graded else makes)
@@ -297,13 +297,13 @@ class LoopRecord(TorchFunctionMode):
     def _give(self, tensor: Tensor) -> None:
         is_drawn = (loop := self._loop()) is not None and loop.is_drawn(tensor)
         other = None if loop is None else loop.kept.other_of(tensor)
-        self.given[self.number_of(tensor)] = _Given(tensor, _torch.version(tensor), is_drawn, other)
+        self.given[self.number_of(tensor)] = _Given(tensor, _torch.known_version(tensor), is_drawn, other)
 
     def _take_gradients(self, inputs: Any, grads: Any) -> Any:
         """Take in gradients, which are of a batch unless they are those of parameters; return them."""
         for one, grad in zip(_tree.leaves(inputs), grads if isinstance(grads, tuple) else (grads,), strict=False):
             if isinstance(grad, Tensor) and not isinstance(one, torch.nn.Parameter):
-                self.given[self.number_of(grad)] = _Given(grad, _torch.version(grad), True, None)
+                self.given[self.number_of(grad)] = _Given(grad, _torch.known_version(grad), True, None)
         return grads
 
     def _copy(self, tensor: Tensor) -> None:
@@ -311,7 +311,7 @@ class LoopRecord(TorchFunctionMode):
         for one in (tensor, _torch.base_of(tensor)):
             if one is not None and self.knows(one) and self._is_given(one):
                 number, copy = self.number_of(one), one.clone()
-                self.given[number] = self.given[number]._replace(tensor=copy, version=_torch.version(copy))
+                self.given[number] = self.given[number]._replace(tensor=copy, version=_torch.known_version(copy))
 
     def knows(self, value: Tensor | float) -> bool:
         """Return whether a tensor, or a float that was read of one, has a number."""
@@ -433,7 +433,7 @@ class LoopReplay:
         used = frozenset(values).union(*(call.takes for call in calls)) - computed
         noted = {n: one for n, one in record.given.items() if n in used or not (values or n in computed)}
         self._tensors = {number: one.tensor for number, one in noted.items()}
-        self._is_stale = any(_torch.version(one.tensor) != one.version for one in noted.values())
+        self._is_stale = any(_torch.known_version(one.tensor) != one.version for one in noted.values())
         # Of what has samples, the axis: parameters have none.
         axes = {n: None if t.is_leaf and t.requires_grad else axis_of(t) for n, t in self._tensors.items()}
         self._axes = {number: axis for number, axis in axes.items() if axis is not None}

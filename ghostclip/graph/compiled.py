@@ -536,7 +536,7 @@ class CompiledStep:
         self._watched = Watched(model, (*inputs.trainable, *inputs.held), reads, constants)
         # What samples have in common, and how often it had been written to.
         self._common = [x.detach().clone() for x in self._shared(inputs.tensors)]
-        self._constants = [(x, _version(x)) for x in constants]
+        self._constants = [(x, _torch.known_version(x)) for x in constants]
         self.random = draws(self.joint.graph)  # whether it draws random numbers
         self.key = ""  # of what is on disk; empty where nothing is
         self._refuses = refuses
@@ -599,7 +599,7 @@ class CompiledStep:
     def matches(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether all that samples share holds the values that it had in the trace."""
         # A factor on all losses may follow the batch: the eager engine compares it with earlier steps.
-        unchanged = all(_version(constant) == version for constant, version in self._constants)
+        unchanged = all(_torch.known_version(constant) == version for constant, version in self._constants)
         return unchanged and all(map(same_content, self._shared(tensors), self._common))
 
     def run(self, tensors: Sequence[Tensor], count: int) -> Outcome | None:
@@ -637,11 +637,6 @@ class CompiledStep:
             whole = self._valid[self.size]
             valid_B = self._valid[count] = torch.arange(self.size, device=whole.device) < count
         return valid_B
-
-
-def _version(tensor: Tensor) -> int:
-    """Return a tensor's version, 0 where none is counted."""
-    return 0 if tensor.is_inference() else _torch.version(tensor)
 
 
 def _constants(graph: fx.GraphModule) -> list[Tensor]:

@@ -74,6 +74,7 @@ def _in_16_bits(model, x):
         return (model(x) @ _WEIGHTS).float()
 
 
+_inferred = torch.inference_mode()(lambda run: run())
 _OWN = torch.Generator().manual_seed(0)
 
 
@@ -114,6 +115,9 @@ MIXED = {
     "one scale": lambda m, x, t, r: losses_of(m(x / x.abs().max()), t).mean(),
     "a scale that was read": lambda m, x, t, r: losses_of(m(x / x.abs().max().item()), t).mean(),
     "an attack of one scale": lambda m, x, t, r: losses_of(m(x + (g := _slope(m, x, t)) / g.abs().max()), t).mean(),
+    "one scale, in inference mode": lambda m, x, t, r: losses_of(
+        m(_inferred(lambda: x / x.abs().max()).clone()), t
+    ).mean(),
     "one scale and noise": lambda m, x, t, r: losses_of(m(x / x.abs().max() + 0.1 * torch.randn(4)), t).mean(),
     "batch norm in front": lambda m, x, t, r: losses_of(m(nn.BatchNorm1d(4)(x).detach()), t).mean(),
 }
@@ -428,6 +432,10 @@ KEPT = {
     "a queue, filled after the step": ((6 * BATCH, C), lambda k, m, x, t, r, i: _with_queue(k, m(x), after=True)),
     "a threshold": ((), lambda k, m, x, t, r, i: (e := losses_of(m(x), t), e * (e.detach() > k.mean(e)))[1].mean()),
     "a centre": ((C,), lambda k, m, x, t, r, i: functional.mse_loss(o := m(x), (o.detach() - k.mean(o)).softmax(1))),
+    "a centre in inference mode": (
+        (C,),
+        lambda k, m, x, t, r, i: losses_of((o := m(x)) - _inferred(lambda: k.mean(o)).clone(), t).mean(),
+    ),
     "a centre in a module": ((), lambda k, m, x, t, r, i: _CENTRE(m(x))),
     "a mean of inputs": ((4,), lambda k, m, x, t, r, i: losses_of(m(x - k.mean(x)), t).mean()),
     "a mean of targets": ((), lambda k, m, x, t, r, i: (m(x)[:, 0] - r + k.mean(r)).square().mean()),
@@ -653,9 +661,8 @@ def test_what_a_tensor_is_a_view_of_is_no_computation():
         training.step(loop)
 
 
-def test_a_tensor_of_inference_mode_ends_a_record_and_nothing_else():
-    with torch.inference_mode():
-        table = torch.arange(float(C))
+def test_a_table_of_inference_mode_is_a_constant():
+    table = _inferred(lambda: torch.arange(float(C)))
     _Training().step(lambda m, x, t, r: (losses_of(m(x), t) * table[t]).mean())
 
 
