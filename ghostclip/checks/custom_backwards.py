@@ -71,8 +71,7 @@ def is_linear(roots: Sequence[Any], capture: CaptureContext, forward: ForwardCon
     """Return whether gradients of a forward's layers follow the scale of what they come from, to the bit."""
     # False where a backward goes through code that is not torch's, on any rank that runs it together with this one; and
     # where there are numbers of float16, which end too soon.
-    nonlinear = forward.has_float16 or has_custom_backwards(roots, forward)
-    return not on_any(capture.gathering, nonlinear)
+    return not on_any(capture.gathering, forward.has_float16 or has_custom_backwards(roots, forward))
 
 
 def loss_has_custom_backwards(roots: Sequence[Any], forward: ForwardContext) -> bool:

@@ -409,8 +409,7 @@ def _brief(value: Tensor, axis: int | None) -> Tensor:
     places = torch.randint(length, (_ENTRIES,), generator=torch.Generator().manual_seed(0)).to(rows.device)
     sums = [rows.sum(1, dtype=wide), torch.linalg.vector_norm(rows, dim=1, dtype=wide)]
     # As large as an entry is.
-    brief = (torch.stack(sums, 1) / length**0.5).to(rows.dtype)
-    return torch.cat([rows.index_select(1, places), brief], 1)
+    return torch.cat([rows.index_select(1, places), (torch.stack(sums, 1) / length**0.5).to(rows.dtype)], 1)
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -454,6 +453,7 @@ class LoopReplay:
         self._known = {} if values else record.known()
         self._base: list[Tensor] = []
         self.has_run = False  # whether it ran with other samples
+        self.is_all = False  # whether all that has samples is asked about
 
     @cached_property
     def _alike(self) -> list[Alike]:
@@ -479,7 +479,12 @@ class LoopReplay:
             try:
                 if not self._is_as_recorded() or not differs(()):
                     return False
-                return not self._whole or differs(self._whole)
+                held = [self._whole]
+                if self.is_all and len(self._whole) == len(self._axes):
+                    # One of them is the samples', sooner numbers than places.
+                    real = [n for n in self._whole if self._tensors[n].is_floating_point()]
+                    held = [[n for n in self._whole if n != own] for own in real or self._whole]
+                return not self._whole or all(map(differs, held))
             except Exception:  # noqa: BLE001 - it is the user's code
                 return False
 
@@ -736,6 +741,8 @@ class Loop:
         ]
         given = [tensor for tensor in inputs if self.is_drawn(tensor) and record.take(tensor)]
         replay = record.replay([*made, *given] if made else (), self._batch_of(forward))
+        if replay is not None:
+            replay.is_all = len(made) + len(given) == len(inputs)
         # In a step that is only followed, nothing but what was kept is looked at.
         looked_at = None if self.may_keep and not (self._unchecked.is_due or self.asks) else replay
         fate = "" if looked_at is None else looked_at.fate()

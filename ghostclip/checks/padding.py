@@ -220,8 +220,7 @@ class Padding:
         alike = [
             one for one in self.declared if one.dims == tensor.dim() and one.is_float == tensor.is_floating_point()
         ]
-        named = [one for one in alike if one.name == name]
-        return named or alike
+        return [one for one in alike if one.name == name] or alike
 
     def _ends(self, batch: Batch, input_axes: tuple[_InputAxis, ...], length: int, *, leading: bool) -> _Ends | None:
         """Return the padding at one end of the records, along inputs of one length; None where there is none."""
@@ -438,8 +437,7 @@ class _Column:
         if not (self.values or self._known or self.is_flags) and self._counts_positions():
             return None
         lenient = (self.is_flags and not self._known and not self.values) or (masked and not self.is_flags)
-        counts: list[int] = (self._same_B if lenient else self._run_B).tolist()
-        return counts
+        return list(map(int, self._same_B if lenient else self._run_B))
 
     def _counts_positions(self) -> bool:
         """Return whether an input counts positions, says which segment they are of, or holds one value per record."""

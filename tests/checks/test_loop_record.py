@@ -331,6 +331,14 @@ def test_samples_by_themselves_are_not(name):
         assert not _torch.active_modes()
 
 
+@pytest.mark.parametrize("name", ["mixup", "centred inputs", "one scale", *ALONE])
+def test_batches_that_came_through_numpy_are_looked_at_where_nothing_else_is(name):
+    training, loop = _Training(), MIXED.get(name) or ALONE[name]
+    with pytest.raises(SampleMixingError, match="one sample's rows") if name in MIXED else nullcontext():
+        training.step(lambda m, x, t, r: loop(m, *(torch.from_numpy(one.numpy().copy()) for one in (x, t, r))))
+    assert training.optimizer.releases == (0 if name in MIXED else 3)
+
+
 IN_PARTS = {
     "sliced": lambda x: (x[: BATCH // 2], x[BATCH // 2 :]),
     "in chunks": lambda x: x.chunk(2),
