@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
+from ghostclip import GhostClipper
 from tests.cases import CORE_CASES, by_name
 from tests.exactness import tolerances
 from tests.exactness.runs import backward, check_sum, engine, expected, gradients
@@ -71,6 +73,23 @@ def test_autocast_keeps_the_bound(case, strategy, clip_all, device):
             return case.losses(model, part)
 
     _check_bound(case, model, batch, clipper, losses)
+
+
+@pytest.mark.parametrize("how", ["losses", "sum"])
+def test_equal_samples_under_autocast_add_the_same_whatever_their_number(how):
+    # A mean divides gradients by that number before they are rounded to 16 bits: docs/floating-point.md, A3.
+    size, bound, sums = 512, 0.5, []
+    torch.manual_seed(1)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10)), torch.randn(1, 16)
+    clipper = GhostClipper(model, max_grad_norm=bound, loss_reduction="sum" if how == "sum" else "mean")
+    for count in (size, size - 1):
+        with torch.autocast("cpu", dtype=BF16):
+            output = model(x.expand(count, 16).clone())
+        losses = nn.functional.cross_entropy(output.float(), torch.zeros(count).long(), reduction="none")
+        clipper.reset()
+        losses.sum().backward() if how == "sum" else clipper.backward(losses)
+        sums.append(_sum(clipper, model))
+    assert whole_norm({name: sums[0][name] - sums[1][name] for name in sums[0]}).item() <= bound * (1 + 1e-5)
 
 
 @core
