@@ -314,8 +314,7 @@ def _scaled_input(name: str) -> int:
 
 def _sign(name: str, number: int) -> int:
     """Return the sign with which an input enters a linear operation."""
-    negated = name.startswith("Neg") or (name.startswith(("Sub", "Rsub")) and number == _scaled_input(name))
-    return -1 if negated else 1
+    return -1 if name.startswith("Neg") or (name.startswith(("Sub", "Rsub")) and number == _scaled_input(name)) else 1
 
 
 def _and(

@@ -21,7 +21,7 @@ import atexit
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import compress, starmap
@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _torch, _tree
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.hooks import suspend_compiler
-from ghostclip.checks.batches import Batch, Randomness, louder, unnoticed
+from ghostclip.checks.batches import AlikeDraws, Batch, Randomness, WithoutDropout, louder, unnoticed
 from ghostclip.checks.dependence import Alike, alike, batch_axis_of, of_samples, rare_sample
 from ghostclip.checks.independence import TOLERANCE
 from ghostclip.checks.unchecked import LOOP, MOST_ALIKE, Unchecked
@@ -452,6 +452,7 @@ class LoopReplay:
         self._tensors = {number: tensor.detach() for number, tensor in self._tensors.items()}
         self._known = {} if values else record.known()
         self._base: list[Tensor] = []
+        self._draws: AlikeDraws | None = None  # what gives all samples the same random numbers
         self.has_run = False  # whether it ran with other samples
         self.is_all = False  # whether all that has samples is asked about
 
@@ -471,7 +472,10 @@ class LoopReplay:
         """Return what became of samples: "mixed", "moved" to other places, or nothing that shows."""
         if not self._look(self._changes):
             return ""
-        return "mixed" if self._look(self._mixes_rows) else "moved"
+        # Random numbers belong to places: where samples may have moved, all get the same ones.
+        self._draws = AlikeDraws(self._batch.axis)
+        with WithoutDropout():
+            return "mixed" if self._look(self._mixes_rows) else "moved"
 
     def _look(self, differs: Callable[[Sequence[int]], bool]) -> bool:
         """Return whether something differs when samples are replaced, as far as it is known."""
@@ -491,7 +495,7 @@ class LoopReplay:
     def _is_as_recorded(self) -> bool:
         """Return whether everything comes out as it did, if it can: it may draw numbers, or be of fewer samples."""
         self._base = self._run(range(self._batch.size), ())
-        if self._before.drawn():
+        if self._before.drawn() or self._draws is not None:
             return not self._is_stale
         for one, root, axis in zip(self._base, self._roots, self._compared, strict=False):
             # Of fewer samples one loss for all is another one.
@@ -511,7 +515,7 @@ class LoopReplay:
 
     def _mixes_rows(self, whole: Sequence[int]) -> bool:
         """Return whether fewer samples than stay in the batch have the same values, in whatever places."""
-        # Rows are compared by a few sums of theirs. Where random numbers are drawn, those of another place are others.
+        # Rows are compared by a few sums of theirs. Of some operations the random numbers of another place are others.
         # What stands beside each other in several inputs is one sample's.
         for rest, loud, pairs in self._neighbours(whole):
             like = torch.ones(2, self._batch.size, self._batch.size, dtype=torch.bool)
@@ -524,7 +528,7 @@ class LoopReplay:
             were, are = like.sum(2)
             stay = float((are / were.clamp(min=1)).clamp(max=1).sum())
             if stay < len(rest) - 0.5 or int(like[1].any(0).sum()) < self._batch.size - len(loud):
-                return not self._before.drawn()
+                return self._draws is None or all(type(one) is tuple for one in self._draws.seen)
         return False
 
     def _neighbours(
@@ -623,7 +627,7 @@ class LoopReplay:
         values = {number: tensor.clone() for number, tensor in given.items()} if written else dict(given)
         if only is not None:
             return self._kept_values(values, only)
-        with torch.enable_grad():
+        with torch.enable_grad(), self._draws or nullcontext():
             for call in self._calls:
                 values.update(_called_again(call, values))
         return {**values, **{~number: given[number] for number in self._ends}}

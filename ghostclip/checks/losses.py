@@ -303,8 +303,7 @@ def _row_maps_of(grad: Any, batch_size: int, *, axis: int) -> list[RowMap]:
     """Return the row maps that sizes allow; along an axis of which ranks have parts there are classes, no samples."""
     placed = grad.placements if _torch.is_sharded_tensor(grad) else ()
     divided = {one.dim % grad.dim() for one in placed if one.is_shard()}
-    known = candidates(tuple(grad.shape), batch_size, axis=axis)
-    return [row_map for row_map in known if row_map.axis not in divided]
+    return [one for one in candidates(tuple(grad.shape), batch_size, axis=axis) if one.axis not in divided]
 
 
 def _untouched(maps: Sequence[RowMap], grad: Any, samples: set[int], *, batch_size: int) -> list[RowMap]:

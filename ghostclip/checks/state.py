@@ -466,5 +466,4 @@ def _describe(model: nn.Module, name: str) -> tuple[str, str]:
     path, _, key = name.rpartition(".")
     owner = model.get_submodule(path)
     kind = "parameter" if key in _torch.parameter_table(owner) else "buffer"
-    entry = "extra state" if key == _EXTRA else f"{kind} '{key}'"
-    return f"{path or 'model'} ({type(owner).__name__})", entry
+    return f"{path or 'model'} ({type(owner).__name__})", "extra state" if key == _EXTRA else f"{kind} '{key}'"

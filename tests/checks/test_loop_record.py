@@ -114,6 +114,10 @@ MIXED = {
     "those above the mean": lambda m, x, t, r: losses_of(m(x * (r > r.mean())[:, None]), t).mean(),
     "one scale": lambda m, x, t, r: losses_of(m(x / x.abs().max()), t).mean(),
     "a scale that was read": lambda m, x, t, r: losses_of(m(x / x.abs().max().item()), t).mean(),
+    "one scale and noise for each": lambda m, x, t, r: losses_of(m(x / x.abs().max() + torch.randn_like(x)), t).mean(),
+    "mixup and dropout": lambda m, x, t, r: losses_of(
+        m(functional.dropout(0.7 * x + 0.3 * x[torch.randperm(len(x))], 0.2)), t
+    ).mean(),
     "an attack of one scale": lambda m, x, t, r: losses_of(m(x + (g := _slope(m, x, t)) / g.abs().max()), t).mean(),
     "one scale, in inference mode": lambda m, x, t, r: losses_of(
         m(_inferred(lambda: x / x.abs().max()).clone()), t
@@ -165,6 +169,10 @@ ALONE = {
     "in place": lambda m, x, t, r: losses_of(m(_in_place(x, lambda x: x.mul_(0.7).add_(0.1))), t).mean(),
     "put in order": lambda m, x, t, r: (order := r.argsort(), losses_of(m(x[order]), t[order]))[1].mean(),
     "shuffled": lambda m, x, t, r: (order := torch.randperm(len(x)), losses_of(m(x[order]), t[order]))[1].mean(),
+    "put in order, and dropout": lambda m, x, t, r: (
+        order := r.argsort(),
+        losses_of(m(functional.dropout(x[order], 0.2)), t[order]),
+    )[1].mean(),
     "put in order, and noise": lambda m, x, t, r: (
         order := r.argsort(),
         losses_of(m(x[order] + 0.1 * torch.randn_like(x)), t[order]),
