@@ -393,9 +393,7 @@ def _bare_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
     """Return the bare optimizer, several as one, without the wrappings of an earlier `make_private`."""
     if isinstance(optimizer, (list, tuple)):
         return JoinedOptimizer([_bare_optimizer(member) for member in optimizer])
-    if isinstance(optimizer, WrappedOptimizer):
-        return optimizer.original_optimizer
-    return of_torch(optimizer)
+    return optimizer.original_optimizer if isinstance(optimizer, WrappedOptimizer) else of_torch(optimizer)
 
 
 def _inside(module: nn.Module) -> nn.Module:
