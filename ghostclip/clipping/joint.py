@@ -37,8 +37,9 @@ from ghostclip.capture.param_use import ParamUse
 from ghostclip.checks.batches import Randomness
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import TamperedGradientError
-from ghostclip.factors import Dense, Factor, Outer, SquaredNorm, planner
+from ghostclip.factors import Dense, Factor, Outer, SquaredNorm
 from ghostclip.factors.base import accumulation_dtype, end_to_end
+from ghostclip.factors.outer import BYTE, formed_by, gram_flops
 from ghostclip.kernels import runtime
 from ghostclip.kernels.bounds import Reduced, Unfinished, dots, samples_joined
 from ghostclip.kernels.gram import CACHED
@@ -256,7 +257,7 @@ _FORMS: Final = frozenset({"outer product", "dense"})
 _MOVED: Final = 80
 _CALLS: Final = 3_000_000
 # The same on matrix units: 2 bytes read and written, 8 functions of 5 microseconds.
-_MOVED_BY_UNITS: Final = 4 * planner.BYTE
+_MOVED_BY_UNITS: Final = 4 * BYTE
 _CALLS_BY_UNITS: Final = 24_000_000_000
 # And where a kernel forms a Gram: one function.
 _CALLS_FUSED: Final = _CALLS_BY_UNITS // 8
@@ -543,8 +544,8 @@ class SharedInputNorms:
                 raise TamperedGradientError(tampered_message(waiting.name))
         samples, positions, inputs = layers[0].input_NTI.shape
         outputs = sum(waiting.other_NTO.shape[2] for waiting in layers)
-        by = planner.formed_by(layers[0].input_NTI, layers[0].other_NTO)
-        joint = planner.gram_flops(positions, inputs, outputs, **by)
+        by = formed_by(layers[0].input_NTI, layers[0].other_NTO)
+        joint = gram_flops(positions, inputs, outputs, **by)
         moved, calls = (_MOVED_BY_UNITS, _CALLS_BY_UNITS) if by["by_units"] else (_MOVED, _CALLS)
         if by["fused"]:
             calls = _CALLS_FUSED
@@ -562,7 +563,7 @@ class SharedInputNorms:
 def _separate_flops(layers: Sequence[_SharedInput], by: Mapping[str, bool]) -> int:
     """Return the FLOPs of the products of the norms one by one, per sample."""
     sizes = [waiting.factor.sizes for waiting in layers]
-    return sum(min(planner.gram_flops(*size, **by), 2 * size[0] * size[1] * size[2]) for size in sizes)
+    return sum(min(gram_flops(*size, **by), 2 * size[0] * size[1] * size[2]) for size in sizes)
 
 
 def _record_shared_gram(waiting: _SharedInput, flops: int, readers: int) -> None:
@@ -578,7 +579,7 @@ def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm | Unfinis
     """Return the sum of the layers' squared norms, their other tensors concatenated for a few samples at a time."""
     positions, inputs = input_NTI.shape[1:]
     outputs = sum(other_NTO.shape[2] for other_NTO in others)
-    workspace = planner.workspace(input_NTI.device)
+    workspace = runtime.elements(input_NTI.device)
     # In the processor's cache, as the Gram reads them.
     cached = CACHED * torch.get_num_threads() if input_NTI.device.type == "cpu" else workspace
     at_once = max(1, min(workspace, cached) // (positions * (inputs + outputs)))

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ghostclip.factors import planner
 from ghostclip.factors.base import (
     Dense,
     Factor,
@@ -33,9 +32,9 @@ from ghostclip.factors.base import (
     to_accumulation,
     zero_dropped,
 )
-from ghostclip.factors.outer import INSTANTIATE, Outer
+from ghostclip.factors.outer import INSTANTIATE, Outer, chunk_of_samples, gram_flops, stores_per_sample
 from ghostclip.factors.wrapped import Permuted
-from ghostclip.kernels import products
+from ghostclip.kernels import products, runtime
 from ghostclip.kernels.bounds import (
     Masses,
     Reduced,
@@ -412,7 +411,7 @@ class Windows(Outer):
         if gradient * self.batch_size * max(4, self.x_BKC.element_size()) <= sum(x.nbytes for x in sides):
             return True
         itemsize = min(side.element_size() for side in sides)
-        return planner.stores_per_sample(positions, inputs, outputs, itemsize) and self._is_formed_for_norm()
+        return stores_per_sample(positions, inputs, outputs, itemsize) and self._is_formed_for_norm()
 
     def _is_formed_for_norm(self) -> bool:
         """Return whether a Gram would cost more than half of what forming the gradients costs."""
@@ -428,9 +427,9 @@ class Windows(Outer):
         """Return the FLOPs of one norm by each form that is possible."""
         positions, inputs, outputs = self.sizes
         costs = {INSTANTIATE: 2 * positions * inputs * outputs}
-        costs[_WINDOWS] = planner.gram_flops(positions, inputs, outputs)
+        costs[_WINDOWS] = gram_flops(positions, inputs, outputs)
         pixels = self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:])
-        fits = max(pixels, positions) ** 2 <= planner.workspace(self.x_BKC.device)
+        fits = max(pixels, positions) ** 2 <= runtime.elements(self.x_BKC.device)
         if fits and all(step == 1 for step in self.geometry.stride):
             costs[_PIXELS] = 2 * (pixels**2 * self.geometry.shape[1] + positions**2 * outputs)
         return costs
@@ -466,7 +465,7 @@ class Windows(Outer):
     def _pixel_sums(self) -> Unfinished | Reduced:
         """Return the sums of norms from Grams of pixels, formed a few samples at a time."""
         entries = max(self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:]), self.sizes[0]) ** 2
-        chunk = planner.chunk_of_samples(2 * self.slots * entries, self.x_BKC.device)
+        chunk = chunk_of_samples(2 * self.slots * entries, self.x_BKC.device)
         return samples_joined([part._by_pixels() for part in self._in_parts(chunk)])
 
     def _by_pixels(self) -> Unfinished:
@@ -490,7 +489,7 @@ class Windows(Outer):
     def _at_once(self) -> int:
         """Return how many samples' windows fit the workspace."""
         positions, inputs, _ = self.sizes
-        return planner.chunk_of_samples(self.slots * positions * inputs, self.x_BKC.device)
+        return chunk_of_samples(self.slots * positions * inputs, self.x_BKC.device)
 
     def _by_windows(self) -> Outer:
         """Return the factor over unfolded windows, their entries in the order that is quickest to copy."""
