@@ -37,8 +37,8 @@ from ghostclip.capture.param_use import ParamUse
 from ghostclip.checks.batches import Randomness
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import TamperedGradientError
-from ghostclip.factors import Dense, Factor, Outer, SquaredNorm
-from ghostclip.factors.base import accumulation_dtype, end_to_end
+from ghostclip.factors import Dense, Factor, Outer
+from ghostclip.factors.base import accumulation_dtype
 from ghostclip.factors.outer import BYTE, formed_by, gram_flops
 from ghostclip.kernels import runtime
 from ghostclip.kernels.bounds import Reduced, Unfinished, dots, samples_joined
@@ -362,7 +362,8 @@ class SmallLayers:
         # whose gradients are stored although their factors are smaller.
         if use.alike is None:
             return False
-        elements, node, data, address = grad.numel() + use.alike.elements, use.node, None, 0
+        size, node, data, address = grad.numel(), use.node, None, 0
+        elements = size + use.alike.elements
         if node is not None:
             if type(node) is not SavedTensors:
                 return False
@@ -370,7 +371,7 @@ class SmallLayers:
             elements += node.form.elements
         most = _SMALL if grad.is_cpu else _SMALL_ON_A_GPU
         # Layers that read one input share its Gram, see `ghostclip.clipping.joint`.
-        if elements > most or not use.forward.stands_alone(use.site.consumed, address):
+        if not size or elements > most or not use.forward.stands_alone(use.site.consumed, address):
             return False
         row_map = use.row_map
         if row_map.axis or row_map.kind not in _IN_FRONT:
@@ -551,7 +552,7 @@ class SharedInputNorms:
             calls = _CALLS_FUSED
         saved = samples * (_separate_flops(layers, by) - joint - moved * positions * outputs)
         saved += (len(layers) - 1) * calls
-        if len(layers) > 1 and saved > 0:
+        if len(layers) > 1 and saved > 0 and samples:
             self._total.add(layers[0].name, _joint(layers[0].input_NTI, [waiting.other_NTO for waiting in layers]))
             for waiting in layers:
                 _record_shared_gram(waiting, joint * waiting.other_NTO.shape[2] // outputs, len(layers))
@@ -575,7 +576,7 @@ def _record_shared_gram(waiting: _SharedInput, flops: int, readers: int) -> None
             waiting.use.site.statistics[key] = replace(arrived, products=(product,))
 
 
-def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm | Unfinished | Reduced:
+def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> Unfinished | Reduced:
     """Return the sum of the layers' squared norms, their other tensors concatenated for a few samples at a time."""
     positions, inputs = input_NTI.shape[1:]
     outputs = sum(other_NTO.shape[2] for other_NTO in others)
@@ -583,15 +584,11 @@ def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm | Unfinis
     # In the processor's cache, as the Gram reads them.
     cached = CACHED * torch.get_num_threads() if input_NTI.device.type == "cpu" else workspace
     at_once = max(1, min(workspace, cached) // (positions * (inputs + outputs)))
-    parts: list[SquaredNorm] = []
     sums: list[Unfinished | Reduced] = []
-    for start in range(0, max(1, input_NTI.shape[0]), at_once):
+    for start in range(0, len(input_NTI), at_once):
         piece = slice(start, start + at_once)
         other_NTO = torch.cat([other_NTO[piece] for other_NTO in others], 2)
-        outer = Outer(input_NTI[piece], other_NTO, shape=(outputs, inputs))
-        gram = outer.gram_sums()
-        if gram is None:
-            parts.append(outer.gram_sqnorm())
-        else:
-            sums.append(gram)
-    return end_to_end(parts) if parts else samples_joined(sums)
+        gram = Outer(input_NTI[piece], other_NTO, shape=(outputs, inputs)).gram_sums()
+        assert gram is not None  # of several positions
+        sums.append(gram)
+    return samples_joined(sums)
