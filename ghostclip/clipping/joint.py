@@ -26,7 +26,7 @@ put beside others), ``*P`` the parameters' own shape.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -292,7 +292,7 @@ class Joint:
 
     def masked(self, keep_B: Tensor) -> "Joint":
         """Return the same with the samples where ``keep_B`` is False set to zero for every parameter."""
-        return Joint(self.names, self.factor.masked(keep_B.repeat(len(self.names))))
+        return Joint(self.names, cast("Dense | Outer", self.factor.masked(keep_B.repeat(len(self.names)))))
 
     @property
     def elements(self) -> int:

@@ -24,13 +24,10 @@ from ghostclip.factors.base import (
     SquaredNorm,
     Terms,
     accumulation_dtype,
-    doubled,
     end_to_end,
     no_error,
-    rows_of,
     square_sums,
     to_accumulation,
-    zero_dropped,
 )
 from ghostclip.factors.outer import INSTANTIATE, Outer, chunk_of_samples, gram_flops, stores_per_sample
 from ghostclip.factors.wrapped import Permuted
@@ -639,16 +636,8 @@ class Windows(Outer):
         """Return the clipped sum as torch's own backward forms it, of weighted samples."""
         return self.geometry.weighted(self.x_BKC.to(out.dtype), self.g_BKO.to(out.dtype), coef_B).view(out.shape)
 
-    def masked(self, keep_B: Tensor) -> "Windows":
-        x_BKC, g_BKO = zero_dropped(keep_B, self.x_BKC), zero_dropped(keep_B, self.g_BKO)
-        return Windows(x_BKC, g_BKO, self.geometry, shape=self.shape)
-
-    def selected(self, index_D: Tensor) -> "Windows":
-        x_BKC, g_BKO = rows_of(self.x_BKC, index_D), rows_of(self.g_BKO, index_D)
-        return Windows(x_BKC, g_BKO, self.geometry, shape=self.shape)
-
-    def in_double(self) -> "Windows":
-        return Windows(doubled(self.x_BKC), doubled(self.g_BKO), self.geometry, shape=self.shape)
+    def _with(self, change: Callable[[Any], Any]) -> "Windows":
+        return Windows(change(self.x_BKC), change(self.g_BKO), self.geometry, shape=self.shape)
 
     def transposed(self) -> Outer:
         """Return the factor of the transposed matrix, over unfolded windows."""
@@ -656,9 +645,6 @@ class Windows(Outer):
 
     def reshaped(self, shape: Sequence[int]) -> "Windows":
         return Windows(self.x_BKC, self.g_BKO, self.geometry, shape=shape)
-
-    def element_count(self) -> int:
-        return self.x_BKC.numel() + self.g_BKO.numel()
 
     def _in_parts(self, chunk: int) -> "list[Windows]":
         """Return the factors of a few samples at a time."""

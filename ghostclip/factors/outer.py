@@ -6,7 +6,7 @@ outputs; h = 2·I·O/(I+O). All counts are multiply-adds ×2 (FLOPs), per sample
 that bytes count beside them, unless a kernel stores nothing that it forms.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -15,17 +15,7 @@ from opt_einsum import contract_expression
 from torch import Tensor
 
 from ghostclip import kernels
-from ghostclip.factors.base import (
-    Dense,
-    Factor,
-    SquaredNorm,
-    Terms,
-    doubled,
-    no_error,
-    rows_of,
-    to_accumulation,
-    zero_dropped,
-)
+from ghostclip.factors.base import Dense, Factor, SquaredNorm, Terms, no_error, to_accumulation
 from ghostclip.kernels import products, runtime
 from ghostclip.kernels.bounds import (
     Bounded,
@@ -228,19 +218,11 @@ class Outer(Factor):
         _, inputs, outputs = self.sizes
         kernels.weighted_sum(self.a_NTI, self.g_NTO, coef_B, out.view(outputs, inputs), fresh=True)
 
-    def masked(self, keep_B: Tensor) -> "Outer":
-        keep_N = keep_B.repeat_interleave(self.slots)
-        a_NTI, g_NTO = zero_dropped(keep_N, self.a_NTI), zero_dropped(keep_N, self.g_NTO)
-        return Outer(a_NTI, g_NTO, shape=self.shape, slots=self.slots)
-
-    def selected(self, index_D: Tensor) -> "Outer":
+    def _with(self, change: Callable[[Any], Any]) -> "Outer":
         a_NTI, g_NTO = (
-            rows_of(x.unflatten(0, (-1, self.slots)), index_D).flatten(0, 1) for x in (self.a_NTI, self.g_NTO)
+            change(x.unflatten(0, (self.batch_size, self.slots))).flatten(0, 1) for x in (self.a_NTI, self.g_NTO)
         )
         return Outer(a_NTI, g_NTO, shape=self.shape, slots=self.slots)
-
-    def in_double(self) -> "Outer":
-        return Outer(doubled(self.a_NTI), doubled(self.g_NTO), shape=self.shape, slots=self.slots)
 
     def transposed(self) -> "Outer":
         """Return the factor of the transposed matrix; only for one slot and a two-dimensional parameter."""
@@ -249,8 +231,8 @@ class Outer(Factor):
     def reshaped(self, shape: Sequence[int]) -> "Outer":
         return Outer(self.a_NTI, self.g_NTO, shape=shape, slots=self.slots)
 
-    def element_count(self) -> int:
-        return self.a_NTI.numel() + self.g_NTO.numel()
+    def added_elements(self) -> int:
+        return self.g_NTO.numel()
 
     def _per_sample(self, values_N: Tensor) -> Tensor:
         """Return the sum over a sample's slots."""

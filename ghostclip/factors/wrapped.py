@@ -3,19 +3,17 @@
 Shape letters: B samples, ``*P`` the parameter's own shape.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ghostclip.factors.base import (
-    Dense,
     Factor,
     SquaredNorm,
     Terms,
     no_error,
-    rows_of,
     terms_side_by_side,
     to_accumulation,
     zero_dropped,
@@ -23,14 +21,7 @@ from ghostclip.factors.base import (
 from ghostclip.kernels.bounds import Product, Reduced, Unfinished
 
 
-class _Reshaped(Factor):
-    """Another shape of the parameter is one of the materialised gradients."""
-
-    def reshaped(self, shape: Sequence[int]) -> Factor:
-        return self if torch.Size(shape) == self.shape else Dense(self.materialize()).reshaped(shape)
-
-
-class _Moved(_Reshaped):
+class _Moved(Factor):
     """The entries of ``inner``'s gradient, elsewhere: its norm is ``inner``'s."""
 
     inner: Factor
@@ -46,9 +37,6 @@ class _Moved(_Reshaped):
 
     def terms(self) -> Terms | None:
         return self.inner.terms()
-
-    def element_count(self) -> int:
-        return self.inner.element_count()
 
 
 class Permuted(_Moved):
@@ -79,14 +67,8 @@ class Permuted(_Moved):
         self.inner.write_clipped_sum_(coef_B, part)
         return part.permute(self.order)
 
-    def masked(self, keep_B: Tensor) -> "Permuted":
-        return Permuted(self.inner.masked(keep_B), self.order)
-
-    def selected(self, index_D: Tensor) -> "Permuted":
-        return Permuted(self.inner.selected(index_D), self.order)
-
-    def in_double(self) -> "Permuted":
-        return Permuted(self.inner.in_double(), self.order)
+    def _with(self, change: Callable[[Any], Any]) -> "Permuted":
+        return Permuted(change(self.inner), self.order)
 
 
 class AtIndex(_Moved):
@@ -116,14 +98,8 @@ class AtIndex(_Moved):
         self.inner.add_clipped_sum_(coef_B, part)
         target += part
 
-    def masked(self, keep_B: Tensor) -> "AtIndex":
-        return AtIndex(self.inner.masked(keep_B), self.index, shape=self.shape)
-
-    def selected(self, index_D: Tensor) -> "AtIndex":
-        return AtIndex(self.inner.selected(index_D), self.index, shape=self.shape)
-
-    def in_double(self) -> "AtIndex":
-        return AtIndex(self.inner.in_double(), self.index, shape=self.shape)
+    def _with(self, change: Callable[[Any], Any]) -> "AtIndex":
+        return AtIndex(change(self.inner), self.index, shape=self.shape)
 
     def disjoint_from(self, other: "AtIndex") -> bool:
         """Return whether the two slices certainly share no entry."""
@@ -147,7 +123,7 @@ def _span(entry: Any, size: int) -> tuple[int, int]:
     return (start, stop) if step > 0 else (stop + 1, start + 1)
 
 
-class Stacked(_Reshaped):
+class Stacked(Factor):
     """The gradient of ``parameter[e]`` is ``parts[e]``'s; slices without a part receive nothing."""
 
     def __init__(self, parts: Mapping[int, Factor], *, shape: Sequence[int], like: Tensor) -> None:
@@ -184,24 +160,13 @@ class Stacked(_Reshaped):
         for number, part in self.parts.items():
             part.add_clipped_sum_(coef_B, out[number])
 
-    def masked(self, keep_B: Tensor) -> "Stacked":
-        parts = {number: part.masked(keep_B) for number, part in self.parts.items()}
-        return Stacked(parts, shape=self.shape, like=self._zero_B)
-
-    def selected(self, index_D: Tensor) -> "Stacked":
-        parts = {number: part.selected(index_D) for number, part in self.parts.items()}
-        return Stacked(parts, shape=self.shape, like=rows_of(self._zero_B, index_D))
-
-    def in_double(self) -> "Stacked":
-        parts = {number: part.in_double() for number, part in self.parts.items()}
-        return Stacked(parts, shape=self.shape, like=self._zero_B.double())
+    def _with(self, change: Callable[[Any], Any]) -> "Stacked":
+        parts = {number: change(part) for number, part in self.parts.items()}
+        return Stacked(parts, shape=self.shape, like=change(self._zero_B))
 
     def with_parts(self, parts: Mapping[int, Factor], shape: Sequence[int]) -> "Stacked":
         """Return a stack of other parts with this one's batch size, device and dtype."""
         return Stacked(parts, shape=shape, like=self._zero_B)
-
-    def element_count(self) -> int:
-        return sum(part.element_count() for part in self.parts.values())
 
 
 def sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
@@ -222,7 +187,7 @@ class ParameterGradients(Protocol):
         """Return ``Σ_b coef_B[b]·g_b`` over the samples where ``keep_B`` is True."""
 
 
-class FromSampler(_Reshaped):
+class FromSampler(Factor):
     """A registered norm sampler's norms, and gradients that `source` forms; ``keep_B``: samples that stay."""
 
     def __init__(
@@ -248,15 +213,5 @@ class FromSampler(_Reshaped):
         keep_B = keep_B.to(self.keep_B.device) & self.keep_B
         return FromSampler(zero_dropped(keep_B, self.norm_B), self.source, shape=self.shape, keep_B=keep_B)
 
-    def selected(self, index_D: Tensor) -> Dense:
-        """Return the factor of a few samples, materialised."""
-        keep_B = torch.zeros_like(self.keep_B)
-        keep_B[index_D] = True
-        return Dense(self.masked(keep_B).materialize()).selected(index_D)
-
-    def in_double(self) -> Dense:
-        """Return the factor in float64, materialised."""
-        return Dense(self.materialize()).in_double()
-
-    def element_count(self) -> int:
+    def added_elements(self) -> int:
         return self.norm_B.numel()
