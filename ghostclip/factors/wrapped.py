@@ -132,13 +132,13 @@ class Stacked(Factor):
         self.parts = dict(parts)
         self.shape = torch.Size(shape)
         self.batch_size = like.shape[0]
-        self._zero_B = like.new_zeros(like.shape[0], dtype=torch.promote_types(like.dtype, torch.float32))
+        self.zero_B = like.new_zeros(like.shape[0], dtype=torch.promote_types(like.dtype, torch.float32))
 
     def sqnorm(self) -> SquaredNorm:
         """Return the sum of the parts' squared norms: slices do not overlap."""
         norms = [part.sqnorm() for part in self.parts.values()]
         if not norms:
-            return no_error(self._zero_B)
+            return no_error(self.zero_B)
         errors = [norm.error_B for norm in norms if norm.error_B is not None]
         value_B = sum_tensors([norm.value_B for norm in norms])
         return SquaredNorm(value_B, sum_tensors(errors) if errors else None, self._joined([n.terms for n in norms]))
@@ -148,10 +148,10 @@ class Stacked(Factor):
 
     def _joined(self, parts: Sequence[Terms | None]) -> Terms | None:
         """Return the terms of all parts together."""
-        return terms_side_by_side([terms for terms in parts if terms is not None], self._zero_B.device)
+        return terms_side_by_side([terms for terms in parts if terms is not None], self.zero_B.device)
 
     def materialize(self) -> Tensor:
-        full = self._zero_B.new_zeros(self.batch_size, *self.shape)
+        full = self.zero_B.new_zeros(self.batch_size, *self.shape)
         for number, part in self.parts.items():
             full[:, number] = part.materialize()
         return full
@@ -162,11 +162,7 @@ class Stacked(Factor):
 
     def _with(self, change: Callable[[Any], Any]) -> "Stacked":
         parts = {number: change(part) for number, part in self.parts.items()}
-        return Stacked(parts, shape=self.shape, like=change(self._zero_B))
-
-    def with_parts(self, parts: Mapping[int, Factor], shape: Sequence[int]) -> "Stacked":
-        """Return a stack of other parts with this one's batch size, device and dtype."""
-        return Stacked(parts, shape=shape, like=self._zero_B)
+        return Stacked(parts, shape=self.shape, like=change(self.zero_B))
 
 
 def sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
