@@ -82,8 +82,7 @@ def _stacked_stacked(first: Stacked, second: Stacked) -> InnerProducts:
     """Inner products of two stacks: those of the slices that both have."""
     common = [number for number in first.parts if number in second.parts]
     if not common:
-        zero_B = torch.zeros_like(first.sqnorm().value_B)
-        return InnerProducts(zero_B, zero_B)
+        return InnerProducts(first.zero_B, first.zero_B)
     return _sum([inner(first.parts[number], second.parts[number]) for number in common])
 
 
