@@ -82,6 +82,7 @@ UNEVEN_BACKWARDS = {
 UNSEEN_BACKWARDS = {
     "on inputs of random labels as well": "pairs inputs with other records' labels before the model",
 }
+UNCHECKED = "mixes records, and has switched the checks off (probe=False)"
 RANKS = (ORDINARY, "two")
 AXES: dict[str, tuple[str, ...]] = {
     "source": tuple(SOURCES),
@@ -143,7 +144,10 @@ class Combination:
             or UNEVEN_SOURCES.get(self["source"])
             or UNEVEN_BACKWARDS.get(self["backward"])
             or loss.uneven,
-            unseen=loss.unseen or UNSEEN_LOADERS.get(self["loader"]) or UNSEEN_BACKWARDS.get(self["backward"], ""),
+            unseen=loss.unseen
+            or UNSEEN_LOADERS.get(self["loader"])
+            or UNSEEN_BACKWARDS.get(self["backward"], "")
+            or (UNCHECKED if self["strategy"] == "no probe" and loss.reference is None else ""),
         )
 
     def __call__(self, world: World) -> None:

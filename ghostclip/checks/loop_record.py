@@ -101,6 +101,7 @@ class _Call(NamedTuple):
     graded: bool  # whether gradients were on
     cast: tuple[str, torch.dtype | None]  # the device's type, and what autocast computed with there
     writes: bool  # whether it writes to what it was given
+    part: bool  # whether it hands on a part of a batch
 
 
 class _Given(NamedTuple):
@@ -253,14 +254,15 @@ class LoopRecord(TorchFunctionMode):
         result = func(*args, **kwargs)
         writes, made = by_name or _torch.versions(taken) != versions, _made(result)
         takes = frozenset(int(leaf) for leaf in _tree.leaves(arguments) if type(leaf) is _At)
-        if not writes and self._hands_on(func, args, made):
-            # A loop that goes through a batch in parts has the records of one in what the model is called with.
-            self.given |= {self.number_of(one): _Given(one, _torch.version(one), True, None) for one in made}
         # Bookkeeping asks what a tensor is a view of, which copies of it are not.
-        elif takes and (made or writes) and func != _torch.base_read:
+        if takes and (made or writes) and func != _torch.base_read:
             makes, kind = [self.number_of(value) for value in made], _device_of(made)
+            part = not writes and takes.isdisjoint(makes) and self._hands_on(func, args, made)
+            if part:
+                # A loop that goes through a batch in parts has the records of one in what the model is called with.
+                self.given |= {self.number_of(one): _Given(one, _torch.version(one), True, None) for one in made}
             cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
-            self.calls.append(_Call(func, arguments, takes, makes, graded, (kind, cast), writes))
+            self.calls.append(_Call(func, arguments, takes, makes, graded, (kind, cast), writes, part))
             self._outside.update(() if graded else makes)
         self._is_open = self._last < _MOST
         return result
@@ -337,7 +339,7 @@ class LoopRecord(TorchFunctionMode):
             replay = LoopReplay(self, calls, values, batch)
         except Exception:  # noqa: BLE001 - of tensors that have no values
             return None
-        return replay if calls or replay.has_others else None
+        return replay if calls or replay.others else None
 
     def known(self) -> dict[int, Callable[[], Any]]:
         """Return what returns each value, None once it is gone, by its number."""
@@ -423,9 +425,13 @@ class LoopReplay:
         # `values`: what is asked about, by number; nothing if all that the loop keeps is.
         axis_of = partial(batch_axis_of, batch_size=batch.size, axis=batch.axis)
         roots = list(values.values())
+        # Parts of a batch that have these samples are given; others, a first row as one, are computed.
+        of_these = {n for n, one in record.given.items() if axis_of(one.tensor) is not None}
+        calls = [call for call in calls if not call.part or of_these.isdisjoint(call.makes)]
+        computed = {number for call in calls if call.part for number in call.makes}
         self._calls, self._numbers, self._roots = calls, list(values), roots
-        used = frozenset(values).union(*(call.takes for call in calls))
-        noted = {number: one for number, one in record.given.items() if number in used or not values}
+        used = frozenset(values).union(*(call.takes for call in calls)) - computed
+        noted = {n: one for n, one in record.given.items() if n in used or not (values or n in computed)}
         self._tensors = {number: one.tensor for number, one in noted.items()}
         self._is_stale = any(_torch.version(one.tensor) != one.version for one in noted.values())
         # Of what has samples, the axis: parameters have none.
@@ -433,7 +439,7 @@ class LoopReplay:
         self._axes = {number: axis for number, axis in axes.items() if axis is not None}
         self._ends = [n for n, tensor in self._tensors.items() if tensor.requires_grad and not tensor.is_leaf]
         self._compared = [*map(axis_of, roots), *(axes[number] for number in self._ends)]
-        self._others = {number: one.other for number, one in noted.items() if one.other is not None}
+        self.others = {n: one.other for n, one in noted.items() if one.other is not None}  # of an earlier batch
         self._whole = [number for number in self._axes if _may_be_whole(noted[number])]
         dtypes = {*(tensor.dtype for tensor in (*self._tensors.values(), *roots)), *(call.cast[1] for call in calls)}
         self._tolerance = max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=0.0)
@@ -494,7 +500,7 @@ class LoopReplay:
         """Return whether samples' values or gradients change when others are replaced; ``whole``: not in these."""
         return any(
             bool(_largest(one[rest] - other[rest]) > self._tolerance * _largest(one))
-            for rest, pairs in self._neighbours(whole)
+            for rest, _, pairs in self._neighbours(whole)
             for one, other in pairs
         )
 
@@ -502,21 +508,24 @@ class LoopReplay:
         """Return whether fewer samples than stay in the batch have the same values, in whatever places."""
         # Rows are compared by a few sums of theirs. Where random numbers are drawn, those of another place are others.
         # What stands beside each other in several inputs is one sample's.
-        for rest, pairs in self._neighbours(whole):
-            same = torch.ones(self._batch.size, self._batch.size, dtype=torch.bool)
+        for rest, loud, pairs in self._neighbours(whole):
+            like = torch.ones(2, self._batch.size, self._batch.size, dtype=torch.bool)
             for pair in pairs:
                 rows = torch.stack(pair).reshape(2, self._batch.size, -1).double()
-                weights = torch.randn(
-                    rows.shape[2], _SUMS, generator=torch.Generator().manual_seed(0), dtype=rows.dtype
-                )
-                was, now = rows @ weights.to(rows.device)
-                same &= (torch.cdist(was, now, p=float("inf")) <= self._tolerance * was.abs().max()).cpu()
-            if int(same.any(1).sum()) < len(rest):
+                seeded = torch.Generator().manual_seed(0)
+                sums = rows @ torch.randn(rows.shape[2], _SUMS, generator=seeded, dtype=rows.dtype).to(rows.device)
+                like &= (torch.cdist(sums[:1], sums, p=float("inf")) <= self._tolerance * sums[0].abs().max()).cpu()
+            # Those that stay are there, as many of each kind, and no others but those that were made louder.
+            were, are = like.sum(2)
+            stay = float((are / were.clamp(min=1)).clamp(max=1).sum())
+            if stay < len(rest) - 0.5 or int(like[1].any(0).sum()) < self._batch.size - len(loud):
                 return not self._before.drawn()
         return False
 
-    def _neighbours(self, whole: Sequence[int]) -> Iterator[tuple[list[int], list[tuple[Tensor, Tensor]]]]:
-        """Yield, of neighbouring batches, which samples stayed, and all values, samples first: before, now."""
+    def _neighbours(
+        self, whole: Sequence[int]
+    ) -> Iterator[tuple[list[int], Sequence[int], list[tuple[Tensor, Tensor]]]]:
+        """Yield, of neighbours, which samples stayed, which are louder, and all values, samples first: before, now."""
         batch, ran = self._batch, False
         drawn, *halves = batch.replaced
         rare = rare_sample(self._alike)
@@ -533,17 +542,12 @@ class LoopReplay:
                 continue
             ran = self.has_run = True
             triples = zip(self._base, now, self._compared, strict=True)
-            yield rest, [(one, other) for one, other, axis in triples if axis is not None]
-
-    @property
-    def has_others(self) -> bool:
-        """Whether anything is known to be of an earlier batch."""
-        return bool(self._others)
+            yield rest, loud, [(one, other) for one, other, axis in triples if axis is not None]
 
     def follows_kept(self) -> bool:
         """Return whether several samples follow what was kept of an earlier batch, as far as it is known."""
         # One of them may be the record that was another one there.
-        return self.has_others and self._look(lambda whole: self._changed(whole) > 1)
+        return bool(self.others) and self._look(lambda whole: self._changed(whole) > 1)
 
     def _changed(self, whole: Sequence[int]) -> int:
         """Return how many samples' values or gradients are others with what was kept of an earlier batch."""
@@ -562,7 +566,10 @@ class LoopReplay:
         alive = {number: _shape_of(value) for number, read in self._known.items() if (value := read()) is not None}
         with unnoticed(self._tensors.values()) as self._before:
             base = self._values(range(self._batch.size), self._whole, only=alive)
-            now = self._values(self._batch.copies([0]), self._whole, only=alive)
+            # A rare and a loud sample change more than one that is alike.
+            samples, rare = [*range(self._batch.size)], rare_sample(self._alike)
+            samples[rare == 0] = 1 if rare < 0 else rare
+            now = self._values(samples, self._whole, [int(rare == 0)], only=alive)
         for number in base.keys() & now.keys():
             one, other = base[number], now[number]
             # Subclasses of tensors have functions of their own.
@@ -598,14 +605,14 @@ class LoopReplay:
         only: Mapping[int, Any] | None = None,
     ) -> dict[int, Any]:
         """Return all values for some samples, each in a place, by number; what is in the graph by its complement."""
-        # `loud`: places where what is in the graph has larger values; `others`: with what another record would have
+        # `loud`: places where samples have larger values; `others`: with what another record would have
         # left in an earlier batch; `only`: those with these shapes, outside of the graph, as far as it can be computed.
         self._before.restore()
         axes = {number: axis for number, axis in self._axes.items() if number not in whole}
-        tensors = {**self._tensors, **self._others} if others else self._tensors
+        tensors = {**self._tensors, **self.others} if others else self._tensors
         given = {n: of_samples(t, samples, axes[n]) if n in axes else t for n, t in tensors.items()}
-        for number in axes.keys() & set(self._ends):
-            given[number] = louder(given[number], loud, axes[number], seed=self._batch.seed) if loud else given[number]
+        for number in axes if loud else ():
+            given[number] = louder(given[number], loud, axes[number], seed=self._batch.seed)
         given = {number: tensor.detach().requires_grad_(number in self._ends) for number, tensor in given.items()}
         written = any(call.writes for call in self._calls)
         values = {number: tensor.clone() for number, tensor in given.items()} if written else dict(given)

@@ -108,6 +108,9 @@ MIXED = {
         m(_in_place(x.clone(), lambda x: x[:, :2].copy_(x.roll(1, 0)[:, :2]))), t
     ).mean(),
     "centred inputs": lambda m, x, t, r: losses_of(m(x - x.mean(0)), t).mean(),
+    "inputs without the first one": lambda m, x, t, r: losses_of(m(x - x[:1]), t).mean(),
+    "a scale of the last ones": lambda m, x, t, r: losses_of(m(x / x.clone().split(BATCH - 1)[1].norm()), t).mean(),
+    "those above the mean": lambda m, x, t, r: losses_of(m(x * (r > r.mean())[:, None]), t).mean(),
     "one scale": lambda m, x, t, r: losses_of(m(x / x.abs().max()), t).mean(),
     "a scale that was read": lambda m, x, t, r: losses_of(m(x / x.abs().max().item()), t).mean(),
     "an attack of one scale": lambda m, x, t, r: losses_of(m(x + (g := _slope(m, x, t)) / g.abs().max()), t).mean(),
@@ -126,6 +129,7 @@ WEIGHED = {
     "a teacher with batch statistics": lambda m, x, t, r: _taught(m(x)),
     "beside noise": lambda m, x, t, r: _above_median(losses_of(m(x) + 0.1 * torch.randn(len(x), C), t)),
     "a reference of others": lambda m, x, t, r: functional.mse_loss(out := m(x), out.roll(1, 0).detach()),
+    "as the first one": lambda m, x, t, r: losses_of(m(x), t).mul(1.0 + torch.isin(t, t.narrow(0, 0, 1))).mean(),
     "a temperature for each": lambda m, x, t, r: losses_of((o := m(x)) * o.detach().std().expand(len(x), 1), t).mean(),
     "beside noise of its own": lambda m, x, t, r: _above_median(losses_of(_dropped(m(x)), t)),
     "outputs in place": lambda m, x, t, r: _above_median(losses_of(_in_place(m(x), lambda o: o.mul_(2.0)), t)),
@@ -161,6 +165,7 @@ ALONE = {
         order := r.argsort(),
         losses_of(m(x[order] + 0.1 * torch.randn_like(x)), t[order]),
     )[1].mean(),
+    "the first ones first": lambda m, x, t, r: losses_of(m(torch.cat([x[:3], x[3:]])), t).mean(),
     "a mean that nobody uses": lambda m, x, t, r: (x.mean(0), losses_of(m(x), t))[1].mean(),
     "attacked inputs": lambda m, x, t, r: losses_of(m(x + 0.1 * _slope(m, x, t).sign()), t).mean(),
     "attacked inputs, each to its own size": lambda m, x, t, r: losses_of(
@@ -269,6 +274,14 @@ def test_losses_in_which_samples_meet_are_refused(name):
     loop = WEIGHED.get(name) or (lambda m, x, t, r: known(m(x), t, r).mean())
     with pytest.raises((LossReductionError, SampleMixingError)):
         training.step(loop)
+    assert training.optimizer.releases == 0
+
+
+@pytest.mark.parametrize("seed", [7, 11])
+def test_labels_above_a_mean_are_met_by_samples_that_move_it_far(seed):
+    training = _Training(seed)
+    with pytest.raises(LossReductionError, match="half of the samples were replaced"):
+        training.step(lambda m, x, t, r: losses_of(m(x), t.where(r > r.mean(), 0 * t)).mean())
     assert training.optimizer.releases == 0
 
 
@@ -386,6 +399,11 @@ def _to_prototypes(loop, output, t):
     return losses.mean()
 
 
+def _with_largest(loop, output, t):
+    largest, loop.kept = loop.kept, output.detach().abs().max()
+    return losses_of(output / largest, t).mean()
+
+
 def _with_last_inputs(loop, m, x, t):
     mean, last = loop.kept[:3].mean(), x
     loop.later(lambda: setattr(loop, "kept", last))
@@ -423,6 +441,7 @@ KEPT = {
         )[2],
     ),
     "a deviation": ((), lambda k, m, x, t, r, i: losses_of(m(x) / k.mean(r.square()).sqrt(), t).mean()),
+    "the largest output": ((), lambda k, m, x, t, r, i: _with_largest(k, m(x), t)),
     "the last inputs": ((1, 1), lambda k, m, x, t, r, i: _with_last_inputs(k, m, x, t)),
 }
 KEPT_OF_ITSELF = {

@@ -54,8 +54,9 @@ def _steps(losses, where, seed, rare, change=lambda x, y: (x, y)):
     criterion = {"criterion": lambda logits, y: losses(logits, y).mean()} if where == "criterion" else {}
     model, optimizer, *known, loader = ghostclip.PrivacyEngine().make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=14), compile=False, **criterion,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=14), **criterion,
     )  # fmt: skip
+    assert len(known) == (where == "criterion")
     for batch in loader:
         optimizer.zero_grad()
         inputs, labels = change(*batch)
@@ -78,6 +79,19 @@ def test_weights_by_the_batchs_labels_are_refused_where_it_has_several(weights, 
     with pytest.raises((LossReductionError, SampleMixingError), match=words):
         released.extend(_steps(_WEIGHTS[weights], where, seed, rare=1))
     assert not any(labels.any() for labels in released), "samples had each other's weights in a step"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_by_an_earlier_batchs_labels_are_refused_in_the_next(seed):
+    shares, released = [torch.ones(3)], []
+
+    def weighted(logits, y):
+        before, shares[0] = shares[0], 0.5 * shares[0] + functional.one_hot(y, 3).float().mean(0)
+        return _each(logits, y) * before[y]
+
+    with pytest.raises(LossReductionError, match="follows what the loop kept"):
+        released.extend(_steps(weighted, "loop", seed, rare=1))
+    assert not any(labels.any() for labels in released[:-1])
 
 
 @pytest.mark.parametrize("scalar", [False, True])
