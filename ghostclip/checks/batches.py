@@ -226,8 +226,8 @@ def louder(tensor: Tensor, samples: Sequence[int], axis: int, *, seed: int) -> T
     """Return a tensor with other and larger numbers for some samples, outside the graph; whole numbers as they are."""
     if not tensor.is_floating_point() or tensor.is_nested:
         return tensor
-    # Not multiples of what they were, which norms of layers would undo. In every other proof with the other sign: a mean
-    # over the batch moves to either side of what is held against it.
+    # Not multiples of what they were, which norms of layers would undo. In every other proof with the other sign: a
+    # mean over the batch moves to either side of what is held against it.
     drawn = torch.rand(tensor.shape[-1], generator=torch.Generator().manual_seed(seed)) + 0.5
     places, factors = torch.tensor(samples, device=tensor.device), (_LOUDER * (-1) ** (seed + 1) * drawn).to(tensor)
     rows = tensor.detach().index_select(axis, places) * (factors if axis < tensor.dim() - 1 else factors[0])
