@@ -16,7 +16,7 @@ FLOORS = (
     ("costs", "#555555", ("accounting",)),
     ("algebra", "#0072B2", ("kernels", "factors", "rules")),
     ("reading a model", "#009E73", ("capture", "checks")),
-    ("clipping", "#E69F00", ("planning", "clipping", "graph")),
+    ("clipping", "#E69F00", ("clipping", "graph")),
     ("what is released", "#D55E00", ("noise", "distributed", "optim")),
     ("what ε rests on", "#CC79A7", ("data", "privacy")),
     ("what users call", "#333333", ("validation", "audit", "integrations")),

@@ -84,7 +84,6 @@ _SUBMODULES = frozenset(
         "mechanisms",
         "noise",
         "optim",
-        "planning",
         "privacy",
         "rules",
         "validation",

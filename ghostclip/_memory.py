@@ -96,11 +96,6 @@ class PeakMemory:
         self._device = device
         self._sampler: _ResidentSampler | None = None
 
-    @property
-    def starts_anew(self) -> bool:
-        """Whether `stop` distinguishes a peak from an earlier, higher one."""
-        return self._device.type == "cuda" or status_bytes("VmRSS") is not None
-
     def in_use(self) -> int:
         """Return the bytes in use now."""
         if self._device.type == "cuda":

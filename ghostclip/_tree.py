@@ -79,6 +79,12 @@ def _parts(item: Any) -> list[Any]:
     return [dict(vars(item))] if hasattr(item, "__dict__") and not callable(item) else []
 
 
+def shapes_of(tree: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the tensors of a tree, in order, without calling overrides of their classes."""
+    with _torch.overrides_off():
+        return tuple([tuple(tensor.shape) for tensor in tensors(tree)])
+
+
 def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
     """Return new containers of the same kinds with every leaf replaced."""
     kind = type(tree)

@@ -21,10 +21,10 @@ from typing import Any, Final, NoReturn
 
 import ghostclip
 from ghostclip import commands, errors
+from ghostclip import finetune as finetuning
 from ghostclip._files import reason_of
 from ghostclip._validate import did_you_mean, nearest
 from ghostclip.errors import GhostClipError, InvalidOptionError, OutputError
-from ghostclip.finetune import options as finetuning
 from ghostclip.terminal import Options
 
 EXIT_MACHINE = 1

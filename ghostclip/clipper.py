@@ -23,6 +23,7 @@ from ghostclip.checks.losses import KnownLoss, probe_losses, prove_rows
 from ghostclip.checks.padding import Padded
 from ghostclip.checks.prover import Evidence
 from ghostclip.checks.unchecked import Unchecked
+from ghostclip.clipping.coverage import Coverage, coverage_of
 from ghostclip.clipping.decisions import Decisions, columns
 from ghostclip.clipping.loss import (
     LossesOf,
@@ -35,6 +36,7 @@ from ghostclip.clipping.loss import (
 )
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.clipping.passes import Sequences, refuse_two_sizes
+from ghostclip.clipping.plan import MEMORY_BUDGET, BlockPlanner, Cut, Planner
 from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
 from ghostclip.clipping.store import Savepoint, Sharded, ZeroGrad
 from ghostclip.clipping.strategies import (
@@ -48,8 +50,6 @@ from ghostclip.clipping.strategies import (
     check_ranks,
 )
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
-from ghostclip.planning.coverage import Coverage, coverage_of
-from ghostclip.planning.plan import MEMORY_BUDGET, BlockPlanner, Cut, Planner
 
 _log = logging.getLogger(__name__)
 
@@ -131,10 +131,10 @@ class GhostClipper:
             probe: Prove in the first forwards, by extra backwards, which row belongs to which sample and that samples
                 do not mix; False only for a model that `ghostclip.validate` found sound in the same layout.
             memory_budget: How much a backward may hold, relative to an ordinary one. From 1 on it bounds what
-                is held to save operations (`ghostclip.planning.plan.Planner`), beside inputs and output gradients of
+                is held to save operations (`ghostclip.clipping.plan.Planner`), beside inputs and output gradients of
                 the layers, which sums are made of, and which are more than that in small models. Below 1, with
                 strategies "auto" and "bookkeeping", repeated blocks are run again and the first of them get a second
-                backward, as far as it takes (`ghostclip.planning.plan.BlockPlanner`). What cannot be had is said in a
+                backward, as far as it takes (`ghostclip.clipping.plan.BlockPlanner`). What cannot be had is said in a
                 warning.
             sharded: The ranks that hold the model's parameters in parts: `ghostclip.distributed.ShardedModel(model)`.
             sequences: The ranks over which sequences are split: see `ghostclip.distributed.SplitSequences`.

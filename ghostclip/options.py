@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ghostclip._validate import did_you_mean, takes
 from ghostclip.clipping import policies
 from ghostclip.clipping.bounds import QuantileAdaptation
+from ghostclip.clipping.plan import MEMORY_BUDGET
 from ghostclip.clipping.policies import ClipPolicy
 from ghostclip.errors import InvalidOptionError
-from ghostclip.planning.plan import MEMORY_BUDGET
 
 if TYPE_CHECKING:
     import torch

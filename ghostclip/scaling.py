@@ -1,8 +1,9 @@
 """What a private step takes of each of many devices: planned on one machine, from shapes alone.
 
-Sizes are counted on the model of one device, on the meta device; what clipping costs is what `ghostclip.planning` says
-of the same layers. Each row of a plan has its arithmetic behind it. Bytes on the wire are those that a device sends in
-rings: (n - 1)/n of what is gathered or reduce-scattered over n ranks, twice that of what is all-reduced.
+Sizes are counted on the model of one device, on the meta device; what clipping costs is what
+`ghostclip.clipping.coverage` says of the same layers. Each row of a plan has its arithmetic behind it. Bytes on the
+wire are those that a device sends in rings: (n - 1)/n of what is gathered or reduce-scattered over n ranks, twice that
+of what is all-reduced.
 
 Models to plan, on the meta device, and the part of one that a device of the mesh computes with.
 
@@ -33,11 +34,11 @@ from ghostclip import _torch, _tree, _validate
 from ghostclip._validate import did_you_mean, refuse_any
 from ghostclip.capture.call_sites import CallSite, MatrixProduct, Statistics
 from ghostclip.capture.param_use import product_of
+from ghostclip.clipping.coverage import Coverage, as_table, coverage_of, input_bytes, readable_bytes
+from ghostclip.clipping.plan import MEMORY_BUDGET
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.factors.outer import Outer
 from ghostclip.language import LARGE, reason_against, without_logits
-from ghostclip.planning.coverage import Coverage, as_table, coverage_of, input_bytes, readable_bytes
-from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.validation import inspection
 from ghostclip.validation.inspection import OPTIMIZERS, USABLE, InspectionRequest, OrdinaryStep, Source
 

@@ -31,8 +31,8 @@ from benchmarks.gpu.models import LENGTH, Large, large_models
 from benchmarks.harness import head, parser, write
 from benchmarks.tasks import Batch, per_sample_losses
 from ghostclip import GhostClipper
+from ghostclip.clipping.coverage import as_table
 from ghostclip.kernels import products, runtime
-from ghostclip.planning.coverage import as_table
 
 SAMPLES = 8
 ENGINES = ("ordinary", "bookkeeping", "ghost")
@@ -187,7 +187,6 @@ def pretended() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(products, "has_units", lambda device: device.type == "meta"))
         stack.enter_context(mock.patch.object(runtime, "elements", return_value=runtime.MOST))
-        stack.enter_context(mock.patch("ghostclip.factors.planner.workspace", return_value=runtime.MOST))
         stack.enter_context(mock.patch("torch.nn.functional.scaled_dot_product_attention", _attention))
         yield
 

@@ -18,9 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from torch import Tensor
-
-from ghostclip import _torch, _tree
 from ghostclip.capture.tracked import TrackedTensor
 
 # In the place of an axis: the tensor is the same for any number of samples; its rows were selected, or several axes
@@ -87,17 +84,6 @@ class Resized:
     def compared(self, shapes: Shapes, resized: Shapes) -> tuple[int, ...] | None:
         """Compare shapes of the forward itself with those of this one."""
         return compared(shapes, resized, self.batch_size, self.size)
-
-
-def shapes_of(tree: Any) -> Shapes:
-    """Return the shapes of the tensors of a tree, in order."""
-    return tuple([_shape(tensor) for tensor in _tree.tensors(tree)])
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return a tensor's shape without calling overrides of its class."""
-    with _torch.overrides_off():
-        return tuple(tensor.shape)
 
 
 def compared(shapes: Shapes, resized: Shapes, batch_size: int, size: int) -> tuple[int, ...] | None:

@@ -164,7 +164,7 @@ def _through_transpose(origin: Origin, factor: Factor, parent: Tensor) -> Factor
         return factor.transposed()
     if isinstance(factor, Stacked) and order == [0, 2, 1]:
         parts = {number: part.transposed() for number, part in factor.parts.items() if isinstance(part, Outer)}
-        return factor.with_parts(parts, parent.shape) if len(parts) == len(factor.parts) else None
+        return Stacked(parts, shape=parent.shape, like=factor.zero_B) if len(parts) == len(factor.parts) else None
     inverse = [order.index(axis) for axis in range(parent.dim())]
     return Permuted(factor, inverse)
 

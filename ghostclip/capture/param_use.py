@@ -190,7 +190,7 @@ def statistics_of(
         products=products,
         materialised=bool(products) and not _stays_factored(pulled),
         derived=bool(tracked.origin.func),
-        elements=sum(grad.numel() if isinstance(part, Windows) else _added_elements(part) for part in parts),
+        elements=sum(grad.numel() if isinstance(part, Windows) else part.added_elements() for part in parts),
         itemsize=grad.element_size(),
         needs_input_gradient=use.wants_input_gradient,
         recomputed=use.forward.runs_again,
@@ -234,13 +234,6 @@ def product_of(outer: Outer | Head) -> MatrixProduct:
     plan, flops = outer.norm_plan()
     count = outer.batch_size * outer.slots
     return MatrixProduct(count, *outer.sizes, kept=outer.stores_gradient(), norm=flops, plan=plan)
-
-
-def _added_elements(part: Factor) -> int:
-    """Return how many elements a factor keeps alive that an ordinary backward would free."""
-    if isinstance(part, Head):
-        return part.element_count() - part.x_BTI.numel()
-    return part.g_NTO.numel() if isinstance(part, Outer) else part.element_count()
 
 
 def _guessed(weight: Tensor, grad: Tensor, samples: int) -> tuple[MatrixProduct, ...]:

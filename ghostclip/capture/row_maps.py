@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
-from ghostclip.capture.call_sites import CONSTANT, NEVER, UNKNOWN, Key, Shapes, counted_as, key_of, shapes_of
+from ghostclip.capture.call_sites import CONSTANT, NEVER, UNKNOWN, Key, Shapes, counted_as, key_of
 from ghostclip.capture.derive import broadcast_over
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.sample_axis import LOST, UNKNOWN_ORDER, SampleAxis, sample_axis_at
@@ -454,7 +454,7 @@ def layout_of(operation: Operation, forward: ForwardContext) -> ArgumentLayout:
     if forward.batch_size < 2:
         return ArgumentLayout(layout_key)
     rows = forward.around.rows
-    layout = None if rows.resized is None else rows.resized.layout(rows.key, shapes_of(tree))
+    layout = None if rows.resized is None else rows.resized.layout(rows.key, _tree.shapes_of(tree))
     if layout is not None:
         layouts[layout_key] = layout
     is_guessed = layout_key not in layouts
@@ -475,7 +475,7 @@ def layout_of(operation: Operation, forward: ForwardContext) -> ArgumentLayout:
 def result_axes(layout: ArgumentLayout, result: Any, forward: ForwardContext) -> tuple[int, ...]:
     """Return the axis of samples in each tensor of a result; empty where that is not known."""
     layouts, resized = forward.around.sites.layouts, forward.around.rows.resized
-    axes = () if resized is None else resized.of_results(layout.call, shapes_of(result))
+    axes = () if resized is None else resized.of_results(layout.call, _tree.shapes_of(result))
     known = layouts.get(layout.place)
     if axes and known is not None:
         layouts[layout.place] = replace(known, outputs=axes)

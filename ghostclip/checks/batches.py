@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
-from ghostclip.capture.call_sites import Calls, Key, Resized, Shapes, compared, shapes_of
+from ghostclip.capture.call_sites import Calls, Key, Resized, Shapes, compared
 from ghostclip.capture.decide import inside_of
 from ghostclip.capture.nodes import edge_of, nodes_behind
 from ghostclip.capture.row_maps import RowMap
@@ -396,7 +396,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         """Run a function, and its operations if it is written in Python, and record shapes."""
         kwargs = kwargs or {}
-        key, before = self.calls.key(func), shapes_of((args, kwargs))
+        key, before = self.calls.key(func), _tree.shapes_of((args, kwargs))
         around = key[0]
         inside = None if around and around[1] is func else inside_of(func, operation_name(func))
         if inside is None:
@@ -408,7 +408,7 @@ class _Recorder(TorchFunctionMode):
             )
             with self.calls.inside(key), self:
                 result = inside(*args, **kwargs)
-        self.found[key] = before, shapes_of(result)
+        self.found[key] = before, _tree.shapes_of(result)
         return result
 
 
@@ -432,7 +432,7 @@ def resized(
                 outputs = run(altered)
         except Exception:  # noqa: BLE001 - what it does on another batch is no reason to refuse this one
             return None
-        return Resized(recorder.found, shapes_of(list(outputs)), batch_size, len(order))
+        return Resized(recorder.found, _tree.shapes_of(list(outputs)), batch_size, len(order))
 
     # With gradients where it raises without: it may differentiate within its forward.
     for gradients, order, with_values in product((False, True), (few, one_more), listed):

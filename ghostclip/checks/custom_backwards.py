@@ -192,7 +192,7 @@ def refuse_backwards_of_the_batch(
             location = capture.describe_module(name)
             raise SampleMixingError(_FOLLOWS_BATCH.format(place=location, parameter=name, what=what))
     if draws or any(noisy for _, noisy, _ in differences):
-        unchecked.missed("random numbers are drawn" if draws else "gradients differ from run to run", BACKWARDS)
+        unchecked.missed("random numbers are drawn" if draws else "gradients differ between runs or are NaN", BACKWARDS)
         return
     unchecked.ran(BACKWARDS)
 
@@ -220,7 +220,8 @@ def _off(one: dict[str, Tensor], other: dict[str, Tensor], name: str) -> float:
     """Return the distance of a parameter's two gradients; 0 where one of them is missing."""
     if name not in one or name not in other:
         return 0.0
-    return float((one[name].nan_to_num() - other[name].nan_to_num()).abs().max())
+    # No number, which is beyond nothing, where a sample's own gradient is none: that mixes nothing.
+    return float((one[name] - other[name]).abs().max())
 
 
 def _differing(one: dict[str, Tensor], other: dict[str, Tensor], coarsest: torch.dtype) -> list[str]:

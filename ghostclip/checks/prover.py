@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry
-from ghostclip.capture.call_sites import CONSTANT, MAX_WAYS, UNKNOWN, Resized, shapes_of
+from ghostclip.capture.call_sites import CONSTANT, MAX_WAYS, UNKNOWN, Resized
 from ghostclip.capture.context import CaptureContext, ModuleCall, has_rows_of_samples, outputs_of, tracked_among
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.hooks import hooks_before_now
@@ -295,7 +295,7 @@ class Evidence:
         with _unseen(capture, call, state):
             # Masks of positions are as long as others in each batch.
             size = capture.forward.batch_size
-            square = any(shape[:2] == (size, size) for shape in shapes_of(call.inputs))
+            square = any(shape[:2] == (size, size) for shape in _tree.shapes_of(call.inputs))
             if self._proving and (square or not capture.sites.layouts):
                 capture.forward.resized = self._resized(capture, call)
                 if watch is not None:
@@ -385,7 +385,7 @@ class Evidence:
             if tensor.grad_fn is not None
             and _torch.order_of(tensor.grad_fn) >= self._began
             and id(tensor) not in returned
-            for axes in [resized.compared(shapes_of(tensor), (self._resized_left.get(key, ()),))]
+            for axes in [resized.compared(_tree.shapes_of(tensor), (self._resized_left.get(key, ()),))]
             if axes is not None and axes[0] >= 0
         )
 
@@ -579,7 +579,7 @@ class Evidence:
         if forward.resized is not None:
             shapes = [shape for number, shape in enumerate(forward.resized.outputs) if number not in tracked]
             shapes += [self._resized_left[key] for key in self._left_by.get(self._called, ())]
-            axes = forward.resized.compared(shapes_of(outputs), tuple(shapes))
+            axes = forward.resized.compared(_tree.shapes_of(outputs), tuple(shapes))
             capture.sites.outputs = () if axes is None else axes
         if self.hands_on:
             refuse_other_axis(capture.model, outputs, forward)

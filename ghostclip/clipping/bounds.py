@@ -42,15 +42,10 @@ _HEADROOM: Final = 2.0**-40
 
 
 class ClipRule(Protocol):
-    """Rule from norms to coefficients with coefficient · norm ≤ C."""
+    """Rule from norms to coefficients with coefficient · norm ≤ C; its constants are its fields."""
 
-    @property
-    def name(self) -> str:
-        """Name of the rule in a checkpoint."""
-
-    @property
-    def bounded(self) -> bool:
-        """Whether C must be finite."""
+    name: str  # in a checkpoint
+    bounded: bool  # whether C must be finite
 
     def coefficients(self, norm_B: Tensor, max_grad_norm: float) -> Tensor:
         """Return the coefficient of every sample, ``(B,)``, from norms that are already rounded up.
@@ -61,6 +56,7 @@ class ClipRule(Protocol):
 
     def describe(self) -> dict[str, float]:
         """Return the rule's own constants by name."""
+        return dict(vars(self))
 
 
 def clip_coefficients(norm_B: Tensor, max_grad_norm: float, *, largest: float = math.inf) -> Tensor:
@@ -112,15 +108,8 @@ def _rounded_down(max_grad_norm: float, denominator_B: Tensor, *, at_most: float
     return torch.where(quotient_B >= limits.tiny, quotient_B, 0.0)
 
 
-class _Rule:
-    """Base of the rules: their constants are their fields."""
-
-    def describe(self) -> dict[str, float]:
-        return dict(vars(self))
-
-
 @dataclass(frozen=True)
-class Flat(_Rule):
+class Flat(ClipRule):
     """Clipping: min(1, C/‖g‖).
 
     Reference: Abadi et al. 2016 (arXiv 1607.00133), algorithm 1.
@@ -134,7 +123,7 @@ class Flat(_Rule):
 
 
 @dataclass(frozen=True)
-class AutoS(_Rule):
+class AutoS(ClipRule):
     """Automatic clipping with a stabiliser: C / (‖g‖ + γ).
 
     Reference: Bu et al. 2022 (arXiv 2206.07136), AUTO-S.
@@ -154,7 +143,7 @@ class AutoS(_Rule):
 
 
 @dataclass(frozen=True)
-class Normalised(_Rule):
+class Normalised(ClipRule):
     """Every gradient is scaled to length C: C / ‖g‖ (AUTO-V); below the floor as if its norm were the floor.
 
     Reference: Bu et al. 2022 (arXiv 2206.07136), AUTO-V; Das et al. 2021 (arXiv 2106.07094), normalised updates.
@@ -168,7 +157,7 @@ class Normalised(_Rule):
 
 
 @dataclass(frozen=True)
-class PSAC(_Rule):
+class PSAC(ClipRule):
     """Per-sample adaptive clipping: C / (‖g‖ + r/(‖g‖ + r)).
 
     Reference: Xia et al. 2023 (arXiv 2212.00328), equation for the weight of DP-PSAC.
@@ -193,18 +182,17 @@ _NAMES_SHOWN = 5
 class Grouping(Protocol):
     """Assignment of every trainable parameter to one clip group."""
 
-    @property
-    def name(self) -> str:
-        """Name of the grouping in a checkpoint."""
+    name: str  # in a checkpoint
 
     def assign(self, names: Sequence[str]) -> tuple[dict[str, int], tuple[str, ...]]:
         """Return ({parameter name: number of its group}, names of the groups in the order of their numbers)."""
 
     def describe(self) -> dict[str, list[str]]:
         """Return the user's choice in plain values."""
+        return {}
 
 
-class Whole:
+class Whole(Grouping):
     """One norm over all parameters."""
 
     name = "whole"
@@ -213,11 +201,8 @@ class Whole:
         del names
         return {}, ("all",)
 
-    def describe(self) -> dict[str, list[str]]:
-        return {}
 
-
-class PerParameter:
+class PerParameter(Grouping):
     """A norm for every parameter tensor; a parameter that several layers share is one."""
 
     name = "per_layer"
@@ -225,11 +210,8 @@ class PerParameter:
     def assign(self, names: Sequence[str]) -> tuple[dict[str, int], tuple[str, ...]]:
         return {name: number for number, name in enumerate(names)}, tuple(names)
 
-    def describe(self) -> dict[str, list[str]]:
-        return {}
 
-
-class NamedGroups:
+class NamedGroups(Grouping):
     """Groups that a user names, by shell patterns such as "encoder.*", or full names."""
 
     name = "per_group"

@@ -26,7 +26,7 @@ put beside others), ``*P`` the parameters' own shape.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -37,8 +37,9 @@ from ghostclip.capture.param_use import ParamUse
 from ghostclip.checks.batches import Randomness
 from ghostclip.clipping.norms import GroupNorms
 from ghostclip.errors import TamperedGradientError
-from ghostclip.factors import Dense, Factor, Outer, SquaredNorm, planner
-from ghostclip.factors.base import accumulation_dtype, end_to_end
+from ghostclip.factors import Dense, Factor, Outer
+from ghostclip.factors.base import accumulation_dtype
+from ghostclip.factors.outer import BYTE, formed_by, gram_flops
 from ghostclip.kernels import runtime
 from ghostclip.kernels.bounds import Reduced, Unfinished, dots, samples_joined
 from ghostclip.kernels.gram import CACHED
@@ -256,7 +257,7 @@ _FORMS: Final = frozenset({"outer product", "dense"})
 _MOVED: Final = 80
 _CALLS: Final = 3_000_000
 # The same on matrix units: 2 bytes read and written, 8 functions of 5 microseconds.
-_MOVED_BY_UNITS: Final = 4 * planner.BYTE
+_MOVED_BY_UNITS: Final = 4 * BYTE
 _CALLS_BY_UNITS: Final = 24_000_000_000
 # And where a kernel forms a Gram: one function.
 _CALLS_FUSED: Final = _CALLS_BY_UNITS // 8
@@ -291,7 +292,7 @@ class Joint:
 
     def masked(self, keep_B: Tensor) -> "Joint":
         """Return the same with the samples where ``keep_B`` is False set to zero for every parameter."""
-        return Joint(self.names, self.factor.masked(keep_B.repeat(len(self.names))))
+        return Joint(self.names, cast("Dense | Outer", self.factor.masked(keep_B.repeat(len(self.names)))))
 
     @property
     def elements(self) -> int:
@@ -361,7 +362,8 @@ class SmallLayers:
         # whose gradients are stored although their factors are smaller.
         if use.alike is None:
             return False
-        elements, node, data, address = grad.numel() + use.alike.elements, use.node, None, 0
+        size, node, data, address = grad.numel(), use.node, None, 0
+        elements = size + use.alike.elements
         if node is not None:
             if type(node) is not SavedTensors:
                 return False
@@ -369,7 +371,7 @@ class SmallLayers:
             elements += node.form.elements
         most = _SMALL if grad.is_cpu else _SMALL_ON_A_GPU
         # Layers that read one input share its Gram, see `ghostclip.clipping.joint`.
-        if elements > most or not use.forward.stands_alone(use.site.consumed, address):
+        if not size or elements > most or not use.forward.stands_alone(use.site.consumed, address):
             return False
         row_map = use.row_map
         if row_map.axis or row_map.kind not in _IN_FRONT:
@@ -543,14 +545,14 @@ class SharedInputNorms:
                 raise TamperedGradientError(tampered_message(waiting.name))
         samples, positions, inputs = layers[0].input_NTI.shape
         outputs = sum(waiting.other_NTO.shape[2] for waiting in layers)
-        by = planner.formed_by(layers[0].input_NTI, layers[0].other_NTO)
-        joint = planner.gram_flops(positions, inputs, outputs, **by)
+        by = formed_by(layers[0].input_NTI, layers[0].other_NTO)
+        joint = gram_flops(positions, inputs, outputs, **by)
         moved, calls = (_MOVED_BY_UNITS, _CALLS_BY_UNITS) if by["by_units"] else (_MOVED, _CALLS)
         if by["fused"]:
             calls = _CALLS_FUSED
         saved = samples * (_separate_flops(layers, by) - joint - moved * positions * outputs)
         saved += (len(layers) - 1) * calls
-        if len(layers) > 1 and saved > 0:
+        if len(layers) > 1 and saved > 0 and samples:
             self._total.add(layers[0].name, _joint(layers[0].input_NTI, [waiting.other_NTO for waiting in layers]))
             for waiting in layers:
                 _record_shared_gram(waiting, joint * waiting.other_NTO.shape[2] // outputs, len(layers))
@@ -562,7 +564,7 @@ class SharedInputNorms:
 def _separate_flops(layers: Sequence[_SharedInput], by: Mapping[str, bool]) -> int:
     """Return the FLOPs of the products of the norms one by one, per sample."""
     sizes = [waiting.factor.sizes for waiting in layers]
-    return sum(min(planner.gram_flops(*size, **by), 2 * size[0] * size[1] * size[2]) for size in sizes)
+    return sum(min(gram_flops(*size, **by), 2 * size[0] * size[1] * size[2]) for size in sizes)
 
 
 def _record_shared_gram(waiting: _SharedInput, flops: int, readers: int) -> None:
@@ -574,23 +576,19 @@ def _record_shared_gram(waiting: _SharedInput, flops: int, readers: int) -> None
             waiting.use.site.statistics[key] = replace(arrived, products=(product,))
 
 
-def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> SquaredNorm | Unfinished | Reduced:
+def _joint(input_NTI: Tensor, others: Sequence[Tensor]) -> Unfinished | Reduced:
     """Return the sum of the layers' squared norms, their other tensors concatenated for a few samples at a time."""
     positions, inputs = input_NTI.shape[1:]
     outputs = sum(other_NTO.shape[2] for other_NTO in others)
-    workspace = planner.workspace(input_NTI.device)
+    workspace = runtime.elements(input_NTI.device)
     # In the processor's cache, as the Gram reads them.
     cached = CACHED * torch.get_num_threads() if input_NTI.device.type == "cpu" else workspace
     at_once = max(1, min(workspace, cached) // (positions * (inputs + outputs)))
-    parts: list[SquaredNorm] = []
     sums: list[Unfinished | Reduced] = []
-    for start in range(0, max(1, input_NTI.shape[0]), at_once):
+    for start in range(0, len(input_NTI), at_once):
         piece = slice(start, start + at_once)
         other_NTO = torch.cat([other_NTO[piece] for other_NTO in others], 2)
-        outer = Outer(input_NTI[piece], other_NTO, shape=(outputs, inputs))
-        gram = outer.gram_sums()
-        if gram is None:
-            parts.append(outer.gram_sqnorm())
-        else:
-            sums.append(gram)
-    return end_to_end(parts) if parts else samples_joined(sums)
+        gram = Outer(input_NTI[piece], other_NTO, shape=(outputs, inputs)).gram_sums()
+        assert gram is not None  # of several positions
+        sums.append(gram)
+    return samples_joined(sums)

@@ -116,11 +116,6 @@ class NormSum:
         self._root_B = self._found = None
         self._blocks += norms
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was added."""
-        return not (self._values or self._blocks or self._unfinished or self._products)
-
     def _finish(self) -> None:
         """Compute the squares and error bounds of Gram sums that were added unfinished."""
         for same_kind in _of_kinds(self._unfinished, lambda one: (one[0].kind, one[1])):
@@ -187,12 +182,13 @@ class NormSum:
             self._root_B = rounded_up_(root_of_squares(_on_device(self._blocks, self._blocks[0].device)))
         return self._root_B
 
-    def norm_B(self) -> Tensor:
-        """Return the norms, rounded up: the root of the sum and its error bound."""
+    def norm_B(self) -> Tensor | None:
+        """Return the norms, rounded up: the root of the sum and its error bound; None where nothing was added."""
         norm_B = self.of_blocks_B()
         if norm_B is None:
             total = self.total()
-            assert total is not None
+            if total is None:
+                return None
             norm_B = rounded_up_(_at_most_B(total).sqrt())
         return self.with_overridden(norm_B)
 
@@ -272,7 +268,6 @@ class GroupNorms:
         layers = len(names)
         norm = factor.unfinished()
         blocks = factor.block_norms() if norm is None else None
-        square = factor.sqnorm() if norm is None and blocks is None else None
         for total, numbers in self._by_sum(names):
             if isinstance(norm, (Unfinished, Reduced)) and len(numbers) == layers:
                 total.add(norm, layers=layers)
@@ -280,15 +275,11 @@ class GroupNorms:
                 parts = _split_norm(norm, layers)
                 for number in numbers:
                     total.add(parts[number])
-            elif blocks is not None:
+            else:
+                assert blocks is not None  # but for empty ones, which are not put together
                 by_layer = [norm_NK.unflatten(0, (layers, -1)) for norm_NK in blocks]
                 selected = by_layer if len(numbers) == layers else [norm_LBK[numbers] for norm_LBK in by_layer]
                 total.add_blocks([norm_LBK.transpose(0, 1).flatten(1) for norm_LBK in selected])
-            elif square is not None:
-                error, terms = _split_errors(square, layers)
-                value = square.value_B.chunk(layers)
-                for number in numbers:
-                    total.add(SquaredNorm(value[number], error[number], terms[number]))
 
     def _by_sum(self, names: Sequence[str]) -> list[tuple["NormSum", list[int]]]:
         """Return the sums that parameters of the first group belong to, with the numbers of these parameters."""
@@ -362,27 +353,16 @@ class GroupNorms:
 
     def norm_GB(self, batch_size: int, device: torch.device | None = None) -> list[Tensor]:
         """Return the norms ``(B,)`` of every group, rounded up; zeros for a group that nothing arrived for."""
-        if len(self.sums) == 1:
-            only = self.sums[0]
-            return [torch.zeros(batch_size, device=device) if only.is_empty else only.norm_B()]
-        alike = self._alike()
-        like = next((norm.value_B for norms in alike for norm in norms.values()), torch.zeros(0, device=device))
-        norm_GB = [like.new_zeros(batch_size)] * len(self.sums)
-        for norms in alike:
-            square_KB = torch.stack([_at_most_B(norm) for norm in norms.values()])
-            for number, norm_B in zip(norms, rounded_up_(square_KB.sqrt_()).unbind(), strict=True):
-                norm_GB[number] = self.sums[number].with_overridden(norm_B)
-        return norm_GB
+        found = list(map(NormSum.norm_B, self.sums))
+        like = next(filter(torch.is_tensor, found), torch.zeros(0, device=device))
+        return [like.new_zeros(batch_size) if norm_B is None else norm_B for norm_B in found]
 
-    def _alike(self) -> Collection[dict[int, SquaredNorm]]:
-        """Return the groups' sums by number, in one dict per device and dtype."""
-        norms = {number: norm for number, norm in enumerate(total.total() for total in self.sums) if norm is not None}
-        if len(norms) == 1:
-            return [norms]
-        alike: defaultdict[tuple[torch.device, torch.dtype], dict[int, SquaredNorm]] = defaultdict(dict)
-        for number, norm in norms.items():
-            alike[norm.value_B.device, norm.value_B.dtype][number] = norm
-        return alike.values()
+    def _imprecise_B(self) -> Tensor | None:
+        """Return which samples' norms are not finite or precise enough in some group; None where nothing arrived."""
+        found = [total.imprecise_B() for total in self.sums if total.total() is not None]
+        if len(found) <= 1:
+            return found[0] if found else None
+        return torch.stack(_on_device(found, found[0].device)).any(0)
 
     def certain_B(self, batch_size: int) -> Tensor:
         """Return which samples' norms are finite and precise enough, without waiting for the device."""
@@ -390,10 +370,8 @@ class GroupNorms:
         norm_B = self.sums[0].of_blocks_B() if len(self.sums) == 1 else None
         if norm_B is not None:
             return norm_B < _most(norm_B.dtype) ** 0.5
-        imprecise = [total.imprecise_B() for total in self.sums if total.total() is not None]
-        if not imprecise:
-            return torch.ones(batch_size, dtype=torch.bool)
-        return ~torch.stack(_on_device(imprecise, imprecise[0].device)).any(0)
+        imprecise_B = self._imprecise_B()
+        return torch.ones(batch_size, dtype=torch.bool) if imprecise_B is None else ~imprecise_B
 
     def imprecise_B(self, doubt: Tensor | None = None) -> Tensor | None:
         """Return which samples' norms need float64 in some group; None without any. Sets `finite` and `largest`."""
@@ -406,14 +384,12 @@ class GroupNorms:
             self.finite = largest < _most(norm_B.dtype) ** 0.5
             self.largest = largest if self.finite else None
             return None if self.finite else ~(norm_B < _most(norm_B.dtype) ** 0.5)
-        alike = self._alike()
-        self.finite = len(alike) > 0 and all(_certain(list(norms.values()), doubt) for norms in alike)
-        if self.finite:
+        imprecise_B = self._imprecise_B()
+        if imprecise_B is None:
             return None
-        imprecise_B: Tensor | None = None
-        for more_B in (total.imprecise_B() for total in self.sums if total.total() is not None):
-            imprecise_B = more_B if imprecise_B is None else imprecise_B | more_B.to(imprecise_B.device)
-        return None if imprecise_B is None or not bool(imprecise_B.any()) else imprecise_B
+        found = imprecise_B.any()
+        self.finite = not bool(found if doubt is None else found | doubt.to(found.device))
+        return None if self.finite or (doubt is not None and not bool(found)) else imprecise_B
 
 
 def _write_rows(rows_RN: Tensor, total: SquaredNorm | None) -> None:
@@ -465,51 +441,14 @@ def _split_norm(norm: Unfinished | Reduced | Product, layers: int) -> Sequence[U
     return [norm._replace(**{name: part[number] for name, part in parts.items()}) for number in range(layers)]
 
 
-def _split_errors(norm: SquaredNorm, layers: int) -> tuple[Sequence[Tensor | None], Sequence[Terms | None]]:
-    """Return the error bounds and term masses of each of several layers that were computed as one."""
-    nothing = [None] * layers
-    error = nothing if norm.error_B is None else norm.error_B.chunk(layers)
-    if norm.terms is None:
-        return error, nothing
-    pairs = zip(norm.terms.mass_B.chunk(layers), norm.terms.scale_B.chunk(layers), strict=True)
-    return error, [Terms(mass_B, scale_B, norm.terms.number) for mass_B, scale_B in pairs]
-
-
 def _at_most_B(norm: SquaredNorm) -> Tensor:
     """Return an upper bound on squared norms: value plus error bound."""
     return norm.value_B if norm.error_B is None else (norm.value_B + norm.error_B).clamp_(min=0)
 
 
-def _certain(norms: Sequence[SquaredNorm], doubt: Tensor | None) -> bool:
-    """Return whether all norms are finite and within the tolerance, and `doubt` is False; waits for the device once."""
-    value_KB = _stacked([norm.value_B for norm in norms])
-    limit = _most(value_KB.dtype)
-    bounded = [(norm.error_B, norm.value_B) for norm in norms if norm.error_B is not None]
-    if doubt is not None:
-        sure = (value_KB < limit).all().logical_and_(~doubt.to(value_KB.device))
-        for error_B, own_B in bounded:
-            sure.logical_and_((error_B <= TOLERANCE[value_KB.dtype] * own_B).all())
-        return bool(sure)
-    if not bounded:
-        # The largest of numbers one of which is NaN is NaN, and below nothing.
-        return value_KB.numel() == 0 or value_KB.amax().item() < limit
-    error_KB, scale_KB = (_stacked(list(parts)) for parts in zip(*bounded, strict=True))
-    tolerances = [_tolerance(norm) for norm in norms if norm.error_B is not None]
-    if len(set(tolerances)) == 1:
-        most_KB = tolerances[0] * scale_KB
-    else:
-        most_KB = torch.stack([share * scale_B for share, scale_B in zip(tolerances, scale_KB.unbind(), strict=True)])
-    small_KB = error_KB <= most_KB
-    return bool((value_KB < limit).all().logical_and_(small_KB.all()))
-
-
 def _most(dtype: torch.dtype) -> float:
     """Return the largest squared norm that is taken for finite: nothing overflows on the way to its root."""
     return torch.finfo(dtype).max / 4
-
-
-def _stacked(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(parts)
 
 
 def _tolerance(norm: SquaredNorm) -> float:

@@ -29,11 +29,11 @@ from ghostclip.clipping.decisions import ClipWeights, Decisions
 from ghostclip.clipping.joint import RepeatCheck, Verdict
 from ghostclip.clipping.norms import GroupNorms, exact_norms
 from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, Sequences, SumPass
+from ghostclip.clipping.plan import Cut, Planner
 from ghostclip.clipping.store import GradientStore, Sharded
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
 from ghostclip.factors import Factor
 from ghostclip.kernels.products import full_precision
-from ghostclip.planning.plan import Cut, Planner
 
 
 class ClippingState:

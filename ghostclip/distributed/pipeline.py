@@ -301,7 +301,7 @@ class PipelineClipper:
         for record in records:
             record.clipper.conclude(record.in_order(), [_total(part_B) for part_B in parts], rows)
         self._norms = [
-            _total(part_B).sums[0].norm_B() * (size if self._mean else 1)
+            _total(part_B).norm_GB(0)[0] * (size if self._mean else 1)
             for part_B, size in zip(parts, sizes, strict=True)
         ]
 

@@ -38,7 +38,8 @@ from ghostclip.distributed.agreement import (
 )
 from ghostclip.distributed.weights import Placement
 from ghostclip.errors import GhostClipError, InvalidOptionError, UnsupportedModelError
-from ghostclip.factors import AtIndex, Dense, Factor, Head, Outer, Permuted, Rows, planner
+from ghostclip.factors import AtIndex, Dense, Factor, Head, Outer, Permuted, Rows
+from ghostclip.factors.outer import stores_per_sample
 from ghostclip.kernels.sums import content_prints, read_prints
 
 _ALIKE: Final = 1e-3
@@ -340,7 +341,7 @@ class SplitSequences:
         if isinstance(factor, Rows):
             ids_BT = self._exchanged(factor.ids_BT.unsqueeze(2), slots=1).squeeze(2)
             return Rows(ids_BT, self._exchanged(factor.g_BTI, slots=1), shape=factor.shape)
-        if type(factor) is Outer and not planner.stores_per_sample(*factor.sizes, factor.g_NTO.element_size()):
+        if type(factor) is Outer and not stores_per_sample(*factor.sizes, factor.g_NTO.element_size()):
             a_NTI, g_NTO = (self._exchanged(part, slots=factor.slots) for part in (factor.a_NTI, factor.g_NTO))
             return Outer(a_NTI, g_NTO, shape=factor.shape, slots=factor.slots)
         return Dense(self._added_up(factor.materialize()))

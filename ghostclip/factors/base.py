@@ -6,10 +6,10 @@ Shape letters: B samples, ``*P`` the parameter's own shape.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,11 +109,10 @@ class Factor(ABC):
         """
         self.add_clipped_sum_(coef_B, out.zero_())
 
-    @abstractmethod
     def masked(self, keep_B: Tensor) -> "Factor":
         """Return the factor with the samples where ``keep_B`` is False set to exactly zero (NaN and Inf included)."""
+        return self._with(lambda x: x.masked(keep_B) if isinstance(x, Factor) else zero_dropped(keep_B, x))
 
-    @abstractmethod
     def selected(self, index_D: Tensor) -> "Factor":
         """Return the factor of a few samples.
 
@@ -123,18 +122,23 @@ class Factor(ABC):
         Returns:
             A factor of D samples, in the order of the index.
         """
+        return self._with(lambda x: x.selected(index_D) if isinstance(x, Factor) else rows_of(x, index_D))
 
-    @abstractmethod
     def in_double(self) -> "Factor":
         """Return the factor with its tensors in float64 (complex128 for complex ones)."""
+        return self._with(lambda x: x.in_double() if isinstance(x, Factor) else doubled(x))
 
-    @abstractmethod
+    def _with(self, change: Callable[[Any], Any]) -> "Factor":
+        """Return the factor with its tensors, which have samples first, and factors inside it changed."""
+        return Dense(change(self.materialize()))
+
     def reshaped(self, shape: Sequence[int]) -> "Factor":
         """Return the factor of the same values for a parameter viewed (row-major) as ``shape``."""
+        return self if torch.Size(shape) == self.shape else Dense(self.materialize().reshape(self.batch_size, *shape))
 
-    @abstractmethod
-    def element_count(self) -> int:
-        """Return how many tensor elements the factor keeps alive."""
+    def added_elements(self) -> int:
+        """Return how many elements the factor keeps alive that an ordinary backward would free."""
+        return self.batch_size * self.shape.numel()
 
     def numel(self) -> int:
         """Return the number of elements of the parameter."""
@@ -211,8 +215,9 @@ def square_sums(flat_BP: Tensor) -> Tensor:
 
 
 def doubled(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64, complex128 for a complex one (no copy when it is there already)."""
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    """Return a tensor in float64, complex128 for a complex one (no copy when it is there already), indices as it is."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.to(wide) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def rows_of(tensor: Tensor, index_D: Tensor) -> Tensor:
@@ -319,21 +324,6 @@ class Dense(Factor):
         """Set ``out`` to the weighted sum of the gradients. Cost: ``2·B·|P|``."""
         torch.mm(coef_B.unsqueeze(0), self._flat_BP(out.dtype), out=out.view(1, -1))
 
-    def masked(self, keep_B: Tensor) -> "Dense":
-        return Dense(zero_dropped(keep_B, self.grad_BP))
-
-    def selected(self, index_D: Tensor) -> "Dense":
-        return Dense(rows_of(self.grad_BP, index_D))
-
-    def in_double(self) -> "Dense":
-        return Dense(doubled(self.grad_BP))
-
-    def reshaped(self, shape: Sequence[int]) -> "Dense":
-        return Dense(self.grad_BP.reshape(self.batch_size, *shape))
-
-    def element_count(self) -> int:
-        return self.batch_size * self.shape.numel()
-
     def _flat_BP(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the gradients as a matrix ``(B, P)``, in a dtype."""
         flat_BP = self.grad_BP if self.grad_BP.dim() == 2 else self.grad_BP.reshape(self.batch_size, -1)
@@ -368,18 +358,12 @@ class Diagonal(Factor):
         coef = coef_B.view(-1, *[1] * (self.grad_BR.dim() - 1))
         out.movedim(self.axis, 0).add_(self.grad_BR.to(out.dtype) * coef)
 
-    def masked(self, keep_B: Tensor) -> "Diagonal":
-        return Diagonal(zero_dropped(keep_B, self.grad_BR), axis=self.axis)
+    def _with(self, change: Callable[[Any], Any]) -> "Diagonal":
+        return Diagonal(change(self.grad_BR), axis=self.axis)
 
     def selected(self, index_D: Tensor) -> Dense:
         """Return the factor of a few samples, materialised: the tensor's batch axis stays that of all."""
         return Dense(rows_of(self.materialize(), index_D))
 
-    def in_double(self) -> "Diagonal":
-        return Diagonal(doubled(self.grad_BR), axis=self.axis)
-
-    def reshaped(self, shape: Sequence[int]) -> Dense:
-        return Dense(self.materialize().reshape(self.batch_size, *shape))
-
-    def element_count(self) -> int:
+    def added_elements(self) -> int:
         return self.grad_BR.numel()

@@ -18,24 +18,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ghostclip.factors import planner
 from ghostclip.factors.base import (
     Dense,
     Factor,
     SquaredNorm,
     Terms,
     accumulation_dtype,
-    doubled,
     end_to_end,
     no_error,
-    rows_of,
     square_sums,
     to_accumulation,
-    zero_dropped,
 )
-from ghostclip.factors.outer import INSTANTIATE, Outer
+from ghostclip.factors.outer import INSTANTIATE, Outer, chunk_of_samples, gram_flops, stores_per_sample
 from ghostclip.factors.wrapped import Permuted
-from ghostclip.kernels import products
+from ghostclip.kernels import products, runtime
 from ghostclip.kernels.bounds import (
     Masses,
     Reduced,
@@ -412,7 +408,7 @@ class Windows(Outer):
         if gradient * self.batch_size * max(4, self.x_BKC.element_size()) <= sum(x.nbytes for x in sides):
             return True
         itemsize = min(side.element_size() for side in sides)
-        return planner.stores_per_sample(positions, inputs, outputs, itemsize) and self._is_formed_for_norm()
+        return stores_per_sample(positions, inputs, outputs, itemsize) and self._is_formed_for_norm()
 
     def _is_formed_for_norm(self) -> bool:
         """Return whether a Gram would cost more than half of what forming the gradients costs."""
@@ -428,9 +424,9 @@ class Windows(Outer):
         """Return the FLOPs of one norm by each form that is possible."""
         positions, inputs, outputs = self.sizes
         costs = {INSTANTIATE: 2 * positions * inputs * outputs}
-        costs[_WINDOWS] = planner.gram_flops(positions, inputs, outputs)
+        costs[_WINDOWS] = gram_flops(positions, inputs, outputs)
         pixels = self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:])
-        fits = max(pixels, positions) ** 2 <= planner.workspace(self.x_BKC.device)
+        fits = max(pixels, positions) ** 2 <= runtime.elements(self.x_BKC.device)
         if fits and all(step == 1 for step in self.geometry.stride):
             costs[_PIXELS] = 2 * (pixels**2 * self.geometry.shape[1] + positions**2 * outputs)
         return costs
@@ -466,7 +462,7 @@ class Windows(Outer):
     def _pixel_sums(self) -> Unfinished | Reduced:
         """Return the sums of norms from Grams of pixels, formed a few samples at a time."""
         entries = max(self.x_BKC.shape[1] * prod(self.x_BKC.shape[3:]), self.sizes[0]) ** 2
-        chunk = planner.chunk_of_samples(2 * self.slots * entries, self.x_BKC.device)
+        chunk = chunk_of_samples(2 * self.slots * entries, self.x_BKC.device)
         return samples_joined([part._by_pixels() for part in self._in_parts(chunk)])
 
     def _by_pixels(self) -> Unfinished:
@@ -490,7 +486,7 @@ class Windows(Outer):
     def _at_once(self) -> int:
         """Return how many samples' windows fit the workspace."""
         positions, inputs, _ = self.sizes
-        return planner.chunk_of_samples(self.slots * positions * inputs, self.x_BKC.device)
+        return chunk_of_samples(self.slots * positions * inputs, self.x_BKC.device)
 
     def _by_windows(self) -> Outer:
         """Return the factor over unfolded windows, their entries in the order that is quickest to copy."""
@@ -640,16 +636,8 @@ class Windows(Outer):
         """Return the clipped sum as torch's own backward forms it, of weighted samples."""
         return self.geometry.weighted(self.x_BKC.to(out.dtype), self.g_BKO.to(out.dtype), coef_B).view(out.shape)
 
-    def masked(self, keep_B: Tensor) -> "Windows":
-        x_BKC, g_BKO = zero_dropped(keep_B, self.x_BKC), zero_dropped(keep_B, self.g_BKO)
-        return Windows(x_BKC, g_BKO, self.geometry, shape=self.shape)
-
-    def selected(self, index_D: Tensor) -> "Windows":
-        x_BKC, g_BKO = rows_of(self.x_BKC, index_D), rows_of(self.g_BKO, index_D)
-        return Windows(x_BKC, g_BKO, self.geometry, shape=self.shape)
-
-    def in_double(self) -> "Windows":
-        return Windows(doubled(self.x_BKC), doubled(self.g_BKO), self.geometry, shape=self.shape)
+    def _with(self, change: Callable[[Any], Any]) -> "Windows":
+        return Windows(change(self.x_BKC), change(self.g_BKO), self.geometry, shape=self.shape)
 
     def transposed(self) -> Outer:
         """Return the factor of the transposed matrix, over unfolded windows."""
@@ -657,9 +645,6 @@ class Windows(Outer):
 
     def reshaped(self, shape: Sequence[int]) -> "Windows":
         return Windows(self.x_BKC, self.g_BKO, self.geometry, shape=shape)
-
-    def element_count(self) -> int:
-        return self.x_BKC.numel() + self.g_BKO.numel()
 
     def _in_parts(self, chunk: int) -> "list[Windows]":
         """Return the factors of a few samples at a time."""

@@ -316,11 +316,8 @@ class Head(Factor):
         """Return the factor whose norms and sums are formed in float64, of the same tiles."""
         return Head(self.tokens, self.table, self._shared, index_D=self.index_D, double=True)
 
-    def reshaped(self, shape: Sequence[int]) -> Factor:
-        return self if torch.Size(shape) == self.shape else Dense(self.materialize()).reshaped(shape)
-
-    def element_count(self) -> int:
-        return sum(part.numel() for part in self.tokens)
+    def added_elements(self) -> int:
+        return sum(part.numel() for part in self.tokens) - self.x_BTI.numel()
 
 
 class HeadBias(Dense):
@@ -335,9 +332,6 @@ class HeadBias(Dense):
     def grad_BP(self) -> Tensor:
         """Per-sample gradients ``(B, V)``, formed at the first read."""
         return self.head.bias_gradients()
-
-    def element_count(self) -> int:
-        return self.batch_size * self.shape[0]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -13,11 +13,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ghostclip.factors import planner
 from ghostclip.factors.base import Dense, Factor, to_accumulation
 from ghostclip.factors.convolution import Windows
 from ghostclip.factors.head import Head
-from ghostclip.factors.outer import Outer
+from ghostclip.factors.outer import Outer, block_rows
 from ghostclip.factors.rows import Rows
 from ghostclip.factors.wrapped import AtIndex, Permuted, Stacked, sum_tensors
 from ghostclip.kernels.bounds import dots
@@ -83,8 +82,7 @@ def _stacked_stacked(first: Stacked, second: Stacked) -> InnerProducts:
     """Inner products of two stacks: those of the slices that both have."""
     common = [number for number in first.parts if number in second.parts]
     if not common:
-        zero_B = torch.zeros_like(first.sqnorm().value_B)
-        return InnerProducts(zero_B, zero_B)
+        return InnerProducts(first.zero_B, first.zero_B)
     return _sum([inner(first.parts[number], second.parts[number]) for number in common])
 
 
@@ -96,7 +94,7 @@ def _outer_outer(first: Outer, second: Outer) -> InnerProducts:
         return _dots(first.materialize().flatten(1), second.materialize().flatten(1))
     first, second = (factor.unfolded() if isinstance(factor, Windows) else factor for factor in (first, second))
     a_NUI, g_NUO = to_accumulation(second.a_NTI), to_accumulation(second.g_NTO)
-    rows = planner.block_rows(positions, max(1, a_NUI.shape[0] * other // max(1, positions)), a_NUI.device)
+    rows = block_rows(positions, max(1, a_NUI.shape[0] * other // max(1, positions)), a_NUI.device)
     parts = []
     for start in range(0, max(1, positions), rows):
         piece = slice(start, start + rows)
@@ -113,7 +111,7 @@ def _outer_rows(outer: Outer, rows: Rows) -> InnerProducts:
     """Return ``Σ_{t,u} ⟨a_t, r_u⟩ · g_t[ids_u]``: the embedding-to-head cross term without a V×I tensor."""
     outer = outer.reshaped(rows.matrix)
     a_BTI, r_BUI = to_accumulation(outer.a_NTI), to_accumulation(rows.g_BTI)
-    block = planner.block_rows(a_BTI.shape[1], rows.batch_size, a_BTI.device)
+    block = block_rows(a_BTI.shape[1], rows.batch_size, a_BTI.device)
     parts = []
     for start in range(0, max(1, a_BTI.shape[1]), block):
         piece = slice(start, start + block)

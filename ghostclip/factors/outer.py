@@ -1,30 +1,22 @@
-"""Per-sample gradients that are sums of outer products: linear maps and convolutions.
+"""Per-sample gradients that are sums of outer products, linear maps and convolutions, and their cheapest forms.
 
 Shape letters: B samples, S independent slots (convolution groups; 1 otherwise), N = B·S, T positions, I inputs, O
-outputs.
+outputs; h = 2·I·O/(I+O). All counts are multiply-adds ×2 (FLOPs), per sample: a symmetric Gram of E entries costs
+2·E·(I+O), instantiation 2·T·I·O, the backward's own weight gradient 2·T·I·O. Matrix units of a GPU make FLOPs so cheap
+that bytes count beside them, unless a kernel stores nothing that it forms.
 """
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Final
 
 import torch
+from opt_einsum import contract_expression
 from torch import Tensor
 
 from ghostclip import kernels
-from ghostclip.factors import planner
-from ghostclip.factors.base import (
-    Dense,
-    Factor,
-    SquaredNorm,
-    Terms,
-    doubled,
-    no_error,
-    rows_of,
-    to_accumulation,
-    zero_dropped,
-)
-from ghostclip.factors.planner import contraction
-from ghostclip.kernels import products
+from ghostclip.factors.base import Dense, Factor, SquaredNorm, Terms, no_error, to_accumulation
+from ghostclip.kernels import products, runtime
 from ghostclip.kernels.bounds import (
     Bounded,
     Product,
@@ -36,11 +28,19 @@ from ghostclip.kernels.bounds import (
     product_norms,
     sum_of_squares,
 )
-from ghostclip.kernels.outer import summed_by_units, sums_by_kernel, weighting
+from ghostclip.kernels.outer import is_fused, summed_by_units, sums_by_kernel, weighting
 
 INSTANTIATE: Final = "instantiate"
 SYMMETRIC_GRAM: Final = "symmetric Gram"
 PRODUCT_OF_NORMS: Final = "product of two norms"
+
+BYTE: Final = 200
+"""FLOPs of matrix units in the time of one byte of memory: 600e12 a second beside 3e12 (H100, what is reached)."""
+
+# A Gram's entries are written by two products, multiplied, and read for two sums, 4 bytes each.
+_BYTES_AN_ENTRY: Final = 24
+# A gradient is written, and read for its norm.
+_BYTES_FORMED: Final = 8
 
 
 class Outer(Factor):
@@ -66,7 +66,7 @@ class Outer(Factor):
         """Return whether the per-sample gradient is no larger than the two factors, so that it replaces them."""
         itemsize = min(self.a_NTI.element_size(), self.g_NTO.element_size())
         positions, inputs, outputs = self.sizes
-        return self.batch_size > 0 < positions and planner.stores_per_sample(positions, inputs, outputs, itemsize)
+        return self.batch_size > 0 < positions and stores_per_sample(positions, inputs, outputs, itemsize)
 
     def stores_in_any_batch(self) -> bool:
         """Return whether `stores_gradient` holds for any number of samples."""
@@ -79,15 +79,11 @@ class Outer(Factor):
             return PRODUCT_OF_NORMS, 0
         if not self._prefers_gram():
             return INSTANTIATE, 2 * positions * inputs * outputs
-        return SYMMETRIC_GRAM, planner.gram_flops(positions, inputs, outputs, **self._formed_by())
+        return SYMMETRIC_GRAM, gram_flops(positions, inputs, outputs, **formed_by(self.a_NTI, self.g_NTO))
 
     def _prefers_gram(self) -> bool:
         """Return whether a Gram matrix gives the norm cheaper than the formed gradient."""
-        return planner.prefers_gram(*self.sizes, **self._formed_by())
-
-    def _formed_by(self) -> dict[str, bool]:
-        """Return what forms the products, as keywords for the planner."""
-        return planner.formed_by(self.a_NTI, self.g_NTO)
+        return prefers_gram(*self.sizes, **formed_by(self.a_NTI, self.g_NTO))
 
     def sqnorm(self) -> SquaredNorm:
         """Return squared norms, by the cheaper of a symmetric Gram and instantiation.
@@ -123,7 +119,7 @@ class Outer(Factor):
 
     def gram_sums(self) -> Unfinished | Reduced | None:
         """Return the sums that `gram_sqnorm` is worked out from; None where there is nothing."""
-        workspace = planner.workspace(self.a_NTI.device)
+        workspace = runtime.elements(self.a_NTI.device)
         return kernels.gram_sums(self.a_NTI, self.g_NTO, workspace=workspace, also=self.also)
 
     also: kernels.PositionSum | None = None
@@ -136,7 +132,7 @@ class Outer(Factor):
 
         Cost: little more than T²·(I+O) per sample, see `ghostclip.kernels.gram_entries`.
         """
-        workspace = planner.workspace(self.a_NTI.device)
+        workspace = runtime.elements(self.a_NTI.device)
         return self._summed(kernels.symmetric_gram(self.a_NTI, self.g_NTO, workspace=workspace))
 
     def instantiated_sqnorm(self) -> SquaredNorm:
@@ -144,14 +140,14 @@ class Outer(Factor):
 
         Cost: 2·T·I·O per sample.
         """
-        chunk = planner.chunk_of_samples(self.sizes[1] * self.sizes[2], self.a_NTI.device)
+        chunk = chunk_of_samples(self.sizes[1] * self.sizes[2], self.a_NTI.device)
         return self._summed(kernels.outer_square(self.a_NTI, self.g_NTO, samples_at_once=chunk))
 
     def instantiated_sums(self) -> Unfinished | Reduced | None:
         """Return the sums that `instantiated_sqnorm` is worked out from, in one slot; None where there is nothing."""
         if self.slots > 1 or self.sizes[0] <= 1:
             return None
-        chunk = planner.chunk_of_samples(self.sizes[1] * self.sizes[2], self.a_NTI.device)
+        chunk = chunk_of_samples(self.sizes[1] * self.sizes[2], self.a_NTI.device)
         return kernels.square_sums(self.a_NTI, self.g_NTO, samples_at_once=chunk)
 
     def terms(self) -> Terms | None:
@@ -222,19 +218,11 @@ class Outer(Factor):
         _, inputs, outputs = self.sizes
         kernels.weighted_sum(self.a_NTI, self.g_NTO, coef_B, out.view(outputs, inputs), fresh=True)
 
-    def masked(self, keep_B: Tensor) -> "Outer":
-        keep_N = keep_B.repeat_interleave(self.slots)
-        a_NTI, g_NTO = zero_dropped(keep_N, self.a_NTI), zero_dropped(keep_N, self.g_NTO)
-        return Outer(a_NTI, g_NTO, shape=self.shape, slots=self.slots)
-
-    def selected(self, index_D: Tensor) -> "Outer":
+    def _with(self, change: Callable[[Any], Any]) -> "Outer":
         a_NTI, g_NTO = (
-            rows_of(x.unflatten(0, (-1, self.slots)), index_D).flatten(0, 1) for x in (self.a_NTI, self.g_NTO)
+            change(x.unflatten(0, (self.batch_size, self.slots))).flatten(0, 1) for x in (self.a_NTI, self.g_NTO)
         )
         return Outer(a_NTI, g_NTO, shape=self.shape, slots=self.slots)
-
-    def in_double(self) -> "Outer":
-        return Outer(doubled(self.a_NTI), doubled(self.g_NTO), shape=self.shape, slots=self.slots)
 
     def transposed(self) -> "Outer":
         """Return the factor of the transposed matrix; only for one slot and a two-dimensional parameter."""
@@ -243,9 +231,69 @@ class Outer(Factor):
     def reshaped(self, shape: Sequence[int]) -> "Outer":
         return Outer(self.a_NTI, self.g_NTO, shape=shape, slots=self.slots)
 
-    def element_count(self) -> int:
-        return self.a_NTI.numel() + self.g_NTO.numel()
+    def added_elements(self) -> int:
+        return self.g_NTO.numel()
 
     def _per_sample(self, values_N: Tensor) -> Tensor:
         """Return the sum over a sample's slots."""
         return values_N if self.slots == 1 else values_N.view(-1, self.slots).sum(1)
+
+
+def stores_per_sample(positions: int, inputs: int, outputs: int, itemsize: int = 4) -> bool:
+    """Return whether the per-sample gradient is no larger than the two tensors it replaces, in bytes."""
+    # Storing it then costs no memory and saves the second contraction. Never for one position, whose norm is the
+    # product of two norms and costs nothing.
+    return positions > 1 and max(itemsize, 4) * inputs * outputs <= itemsize * positions * (inputs + outputs)
+
+
+def formed_by(a_NTI: Tensor, g_NTO: Tensor) -> dict[str, bool]:
+    """Return whether matrix units, and fused kernels, form the norms of outer products, as keywords."""
+    by_units = products.on_units(a_NTI, g_NTO)
+    return {"by_units": by_units, "fused": by_units and kernels.gram.is_fused(a_NTI, g_NTO) and is_fused(a_NTI, g_NTO)}
+
+
+def prefers_gram(positions: int, inputs: int, outputs: int, *, by_units: bool = False, fused: bool = False) -> bool:
+    """Return whether the symmetric Gram norm needs fewer FLOPs than instantiating the gradient."""
+    # On matrix units, what entries cost in memory counts as well, unless a fused kernel stores none.
+    if fused and positions > 1:
+        return kernels.gram.fused_entries(positions) * (inputs + outputs) < positions * inputs * outputs
+    if by_units and positions > 1:
+        entries = kernels.gram_entries(positions, inputs, outputs, by_units=True)
+        cost = entries * (2 * (inputs + outputs) + _BYTES_AN_ENTRY * BYTE)
+        return cost < inputs * outputs * (2 * positions + _BYTES_FORMED * BYTE)
+    return (
+        positions == 1
+        or kernels.gram_entries(positions, inputs, outputs) * (inputs + outputs) < positions * inputs * outputs
+    )
+
+
+def gram_flops(positions: int, inputs: int, outputs: int, *, by_units: bool = False, fused: bool = False) -> int:
+    """Return the FLOPs of one sample's symmetric Gram; none for one position."""
+    if positions <= 1:
+        return 0
+    if fused:
+        return 2 * kernels.gram.fused_entries(positions) * (inputs + outputs)
+    return 2 * kernels.gram_entries(positions, inputs, outputs, by_units=by_units) * (inputs + outputs)
+
+
+def block_rows(positions: int, samples: int, device: torch.device) -> int:
+    """Return how many rows of an unsymmetric T×T product are formed at a time, as the workspace allows."""
+    return max(1, min(positions, runtime.elements(device) // max(1, samples * positions)))
+
+
+def chunk_of_samples(elements_per_sample: int, device: torch.device) -> int:
+    """Return how many samples may be instantiated at a time within the workspace, one at least."""
+    return max(1, runtime.elements(device) // max(1, elements_per_sample))
+
+
+def contraction(subscripts: str, *tensors: Tensor) -> Tensor:
+    """Contract tensors as ``einsum`` with an explicit output does, along the cheapest path."""
+    expression = _expression(subscripts, tuple(tuple(tensor.shape) for tensor in tensors))
+    result: Tensor = expression(*tensors)
+    return result
+
+
+@lru_cache(maxsize=512)
+def _expression(subscripts: str, shapes: tuple[tuple[int, ...], ...]) -> Any:
+    """Return a contraction along its cheapest path, cached by shapes."""
+    return contract_expression(subscripts, *shapes)

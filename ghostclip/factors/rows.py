@@ -4,27 +4,17 @@ Shape letters: B samples, T positions, I features, V rows of the table, K distin
 of a row that the same sample looks up again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ghostclip import kernels
-from ghostclip.factors.base import (
-    Factor,
-    SquaredNorm,
-    Terms,
-    doubled,
-    no_error,
-    rows_of,
-    square_sums,
-    to_accumulation,
-    zero_dropped,
-)
+from ghostclip.factors.base import Factor, SquaredNorm, Terms, no_error, square_sums, to_accumulation
 from ghostclip.kernels import runtime
 from ghostclip.kernels.bounds import position_norms, sum_of_squares
 from ghostclip.kernels.sums import add_rows_
@@ -154,17 +144,11 @@ class Rows(Factor):
             add_rows_(matrix, repeated.row_K, weighted_KI.to(out.dtype))
         add_rows_(matrix, self.ids_BT.flatten(), weighted_BTI.reshape(-1, self.matrix[1]))
 
-    def masked(self, keep_B: Tensor) -> "Rows":
-        return Rows(self.ids_BT, zero_dropped(keep_B, self.g_BTI), shape=self.shape)
-
-    def selected(self, index_D: Tensor) -> "Rows":
-        return Rows(rows_of(self.ids_BT, index_D), rows_of(self.g_BTI, index_D), shape=self.shape)
-
-    def in_double(self) -> "Rows":
-        return Rows(self.ids_BT, doubled(self.g_BTI), shape=self.shape)
+    def _with(self, change: Callable[[Any], Any]) -> "Rows":
+        return Rows(change(self.ids_BT), change(self.g_BTI), shape=self.shape)
 
     def reshaped(self, shape: Sequence[int]) -> "Rows":
         return Rows(self.ids_BT, self.g_BTI, shape=shape)
 
-    def element_count(self) -> int:
+    def added_elements(self) -> int:
         return self.g_BTI.numel() + self.ids_BT.numel()

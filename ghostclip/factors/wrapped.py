@@ -3,19 +3,17 @@
 Shape letters: B samples, ``*P`` the parameter's own shape.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ghostclip.factors.base import (
-    Dense,
     Factor,
     SquaredNorm,
     Terms,
     no_error,
-    rows_of,
     terms_side_by_side,
     to_accumulation,
     zero_dropped,
@@ -23,14 +21,7 @@ from ghostclip.factors.base import (
 from ghostclip.kernels.bounds import Product, Reduced, Unfinished
 
 
-class _Reshaped(Factor):
-    """Another shape of the parameter is one of the materialised gradients."""
-
-    def reshaped(self, shape: Sequence[int]) -> Factor:
-        return self if torch.Size(shape) == self.shape else Dense(self.materialize()).reshaped(shape)
-
-
-class _Moved(_Reshaped):
+class _Moved(Factor):
     """The entries of ``inner``'s gradient, elsewhere: its norm is ``inner``'s."""
 
     inner: Factor
@@ -46,9 +37,6 @@ class _Moved(_Reshaped):
 
     def terms(self) -> Terms | None:
         return self.inner.terms()
-
-    def element_count(self) -> int:
-        return self.inner.element_count()
 
 
 class Permuted(_Moved):
@@ -79,14 +67,8 @@ class Permuted(_Moved):
         self.inner.write_clipped_sum_(coef_B, part)
         return part.permute(self.order)
 
-    def masked(self, keep_B: Tensor) -> "Permuted":
-        return Permuted(self.inner.masked(keep_B), self.order)
-
-    def selected(self, index_D: Tensor) -> "Permuted":
-        return Permuted(self.inner.selected(index_D), self.order)
-
-    def in_double(self) -> "Permuted":
-        return Permuted(self.inner.in_double(), self.order)
+    def _with(self, change: Callable[[Any], Any]) -> "Permuted":
+        return Permuted(change(self.inner), self.order)
 
 
 class AtIndex(_Moved):
@@ -116,14 +98,8 @@ class AtIndex(_Moved):
         self.inner.add_clipped_sum_(coef_B, part)
         target += part
 
-    def masked(self, keep_B: Tensor) -> "AtIndex":
-        return AtIndex(self.inner.masked(keep_B), self.index, shape=self.shape)
-
-    def selected(self, index_D: Tensor) -> "AtIndex":
-        return AtIndex(self.inner.selected(index_D), self.index, shape=self.shape)
-
-    def in_double(self) -> "AtIndex":
-        return AtIndex(self.inner.in_double(), self.index, shape=self.shape)
+    def _with(self, change: Callable[[Any], Any]) -> "AtIndex":
+        return AtIndex(change(self.inner), self.index, shape=self.shape)
 
     def disjoint_from(self, other: "AtIndex") -> bool:
         """Return whether the two slices certainly share no entry."""
@@ -147,7 +123,7 @@ def _span(entry: Any, size: int) -> tuple[int, int]:
     return (start, stop) if step > 0 else (stop + 1, start + 1)
 
 
-class Stacked(_Reshaped):
+class Stacked(Factor):
     """The gradient of ``parameter[e]`` is ``parts[e]``'s; slices without a part receive nothing."""
 
     def __init__(self, parts: Mapping[int, Factor], *, shape: Sequence[int], like: Tensor) -> None:
@@ -156,13 +132,13 @@ class Stacked(_Reshaped):
         self.parts = dict(parts)
         self.shape = torch.Size(shape)
         self.batch_size = like.shape[0]
-        self._zero_B = like.new_zeros(like.shape[0], dtype=torch.promote_types(like.dtype, torch.float32))
+        self.zero_B = like.new_zeros(like.shape[0], dtype=torch.promote_types(like.dtype, torch.float32))
 
     def sqnorm(self) -> SquaredNorm:
         """Return the sum of the parts' squared norms: slices do not overlap."""
         norms = [part.sqnorm() for part in self.parts.values()]
         if not norms:
-            return no_error(self._zero_B)
+            return no_error(self.zero_B)
         errors = [norm.error_B for norm in norms if norm.error_B is not None]
         value_B = sum_tensors([norm.value_B for norm in norms])
         return SquaredNorm(value_B, sum_tensors(errors) if errors else None, self._joined([n.terms for n in norms]))
@@ -172,10 +148,10 @@ class Stacked(_Reshaped):
 
     def _joined(self, parts: Sequence[Terms | None]) -> Terms | None:
         """Return the terms of all parts together."""
-        return terms_side_by_side([terms for terms in parts if terms is not None], self._zero_B.device)
+        return terms_side_by_side([terms for terms in parts if terms is not None], self.zero_B.device)
 
     def materialize(self) -> Tensor:
-        full = self._zero_B.new_zeros(self.batch_size, *self.shape)
+        full = self.zero_B.new_zeros(self.batch_size, *self.shape)
         for number, part in self.parts.items():
             full[:, number] = part.materialize()
         return full
@@ -184,24 +160,9 @@ class Stacked(_Reshaped):
         for number, part in self.parts.items():
             part.add_clipped_sum_(coef_B, out[number])
 
-    def masked(self, keep_B: Tensor) -> "Stacked":
-        parts = {number: part.masked(keep_B) for number, part in self.parts.items()}
-        return Stacked(parts, shape=self.shape, like=self._zero_B)
-
-    def selected(self, index_D: Tensor) -> "Stacked":
-        parts = {number: part.selected(index_D) for number, part in self.parts.items()}
-        return Stacked(parts, shape=self.shape, like=rows_of(self._zero_B, index_D))
-
-    def in_double(self) -> "Stacked":
-        parts = {number: part.in_double() for number, part in self.parts.items()}
-        return Stacked(parts, shape=self.shape, like=self._zero_B.double())
-
-    def with_parts(self, parts: Mapping[int, Factor], shape: Sequence[int]) -> "Stacked":
-        """Return a stack of other parts with this one's batch size, device and dtype."""
-        return Stacked(parts, shape=shape, like=self._zero_B)
-
-    def element_count(self) -> int:
-        return sum(part.element_count() for part in self.parts.values())
+    def _with(self, change: Callable[[Any], Any]) -> "Stacked":
+        parts = {number: change(part) for number, part in self.parts.items()}
+        return Stacked(parts, shape=self.shape, like=change(self.zero_B))
 
 
 def sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
@@ -222,7 +183,7 @@ class ParameterGradients(Protocol):
         """Return ``Σ_b coef_B[b]·g_b`` over the samples where ``keep_B`` is True."""
 
 
-class FromSampler(_Reshaped):
+class FromSampler(Factor):
     """A registered norm sampler's norms, and gradients that `source` forms; ``keep_B``: samples that stay."""
 
     def __init__(
@@ -248,15 +209,5 @@ class FromSampler(_Reshaped):
         keep_B = keep_B.to(self.keep_B.device) & self.keep_B
         return FromSampler(zero_dropped(keep_B, self.norm_B), self.source, shape=self.shape, keep_B=keep_B)
 
-    def selected(self, index_D: Tensor) -> Dense:
-        """Return the factor of a few samples, materialised."""
-        keep_B = torch.zeros_like(self.keep_B)
-        keep_B[index_D] = True
-        return Dense(self.masked(keep_B).materialize()).selected(index_D)
-
-    def in_double(self) -> Dense:
-        """Return the factor in float64, materialised."""
-        return Dense(self.materialize()).in_double()
-
-    def element_count(self) -> int:
+    def added_elements(self) -> int:
         return self.norm_B.numel()

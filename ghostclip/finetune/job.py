@@ -31,9 +31,9 @@ import ghostclip
 from ghostclip._files import BLACK, BLUE, ORANGE, PALE, picture, reason_of, require_plotting, write_text
 from ghostclip.distributed.agreement import from_first, is_known_to_all, refusals_shared
 from ghostclip.errors import GhostClipError, InvalidOptionError, OutputError
+from ghostclip.finetune import FinetuneOptions, refuse_ignored, resumed_options
 from ghostclip.finetune import run as files
 from ghostclip.finetune.models import Quality, Ranks, joined, require_known_model, require_same
-from ghostclip.finetune.options import FinetuneOptions, refuse_ignored, resumed_options
 from ghostclip.finetune.run import ACCOUNTANT, CARD, PLOT, RECORD, FinetuneRun, RunState, assumptions
 from ghostclip.finetune.samples import labels_of, stay_local
 from ghostclip.privacy.account import rounded_down, rounded_up

@@ -36,7 +36,7 @@ from ghostclip.data.physical_batches import find_max_physical_batch_size, larges
 from ghostclip.distributed.agreement import gathered, require_equal
 from ghostclip.distributed.sharded import sharded_model
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
-from ghostclip.finetune.options import FinetuneOptions, word
+from ghostclip.finetune import FinetuneOptions, word
 from ghostclip.finetune.samples import IGNORED, SampleDataset, TokenEncoder, from_anywhere, labels_of
 from ghostclip.language import losses_of, task_of, use_fused, without_adapters
 from ghostclip.scaling import Mesh, blocks_of, pattern_of, require_plan

@@ -23,9 +23,8 @@ from ghostclip.accounting.calibration import DEFAULT_ACCOUNTANT, bounding_accoun
 from ghostclip.distributed.agreement import from_first
 from ghostclip.distributed.weights import gathered_whole
 from ghostclip.errors import InvalidOptionError, OutputError, ResumeError
-from ghostclip.finetune import models
+from ghostclip.finetune import DEFAULT_EPOCHS, FinetuneOptions, models
 from ghostclip.finetune.models import Quality, Ranks, divide, held_out_quality, is_in_parts, try_private
-from ghostclip.finetune.options import DEFAULT_EPOCHS, FinetuneOptions
 from ghostclip.finetune.samples import BYTES, choose_tokens, read_samples
 from ghostclip.privacy import checkpoints
 from ghostclip.privacy.ledger_file import LedgerFile

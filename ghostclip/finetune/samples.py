@@ -36,7 +36,7 @@ from torch.utils.data import Dataset
 from ghostclip._files import reason_of
 from ghostclip._validate import did_you_mean, refuse_any
 from ghostclip.errors import DataError, InvalidOptionError
-from ghostclip.finetune.options import TOYS, FinetuneOptions
+from ghostclip.finetune import TOYS, FinetuneOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

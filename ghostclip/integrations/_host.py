@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ghostclip import _validate, mechanisms
 from ghostclip.accounting import get_noise_multiplier
+from ghostclip.clipping.plan import MEMORY_BUDGET
 from ghostclip.data import DPDataLoader, PhysicalBatches
 from ghostclip.data.loader import checked_batch_size, dataset_length, record_sampler
 from ghostclip.engine import PrivacyEngine
@@ -32,7 +33,6 @@ from ghostclip.mechanisms import Correlated, calibrated
 from ghostclip.noise.continuous import LEVELS
 from ghostclip.optim import release_of
 from ghostclip.options import CLIPPINGS
-from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.privacy.budget import Budget
 
 TESTED: Final[dict[str, tuple[str, str]]] = {

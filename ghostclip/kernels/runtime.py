@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ghostclip._memory import available_bytes
 from ghostclip._validate import choice
 from ghostclip.kernels.bounds import HALF, Bounded
 
@@ -42,19 +43,13 @@ def elements(device: torch.device) -> int:
     if device.type != "cuda":
         return ON_CPU
     if device not in _found:
-        _found[device] = min(MOST, max(ON_CPU, _free_bytes(device) // torch.float32.itemsize // _SHARE))
+        _found[device] = min(MOST, max(ON_CPU, (available_bytes(device) or 0) // torch.float32.itemsize // _SHARE))
     return _found[device]
 
 
 def renew() -> None:
     """Drop the cached free memory, as another backward begins."""
     _found.clear()
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Return the free memory of a GPU, what torch's allocator holds unused included."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 # As deep as `none` is entered.

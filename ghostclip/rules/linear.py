@@ -27,7 +27,7 @@ from ghostclip import _torch
 from ghostclip.factors import Dense, Factor, Outer, Permuted, Stacked, Windows
 from ghostclip.factors.base import over_positions, to_accumulation
 from ghostclip.factors.convolution import Geometry
-from ghostclip.factors.planner import contraction
+from ghostclip.factors.outer import contraction
 from ghostclip.kernels import PositionSum, gram
 from ghostclip.rules.registry import Call, Captured, Split, register_op
 

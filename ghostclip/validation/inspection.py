@@ -32,9 +32,9 @@ from ghostclip.capture.hooks import in_place_of
 from ghostclip.capture.inputs import batch_size_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipper import GhostClipper, Strategy
+from ghostclip.clipping.coverage import Coverage, CoverageRow, as_table, coverage_of, readable_bytes
+from ghostclip.clipping.plan import MEMORY_BUDGET
 from ghostclip.errors import DataError, GhostClipError, InvalidOptionError, UnsupportedModelError
-from ghostclip.planning.coverage import Coverage, CoverageRow, as_table, coverage_of, readable_bytes
-from ghostclip.planning.plan import MEMORY_BUDGET
 from ghostclip.validation.fixers import ModuleValidator
 from ghostclip.validation.validate import Problem
 

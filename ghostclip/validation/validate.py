@@ -26,6 +26,7 @@ from ghostclip.checks.dependence import DependenceStart, batch_axis_of, dependen
 from ghostclip.checks.module_state import restored
 from ghostclip.clipper import GhostClipper, Reduction, Strategy
 from ghostclip.clipping.bounds import clip_coefficients
+from ghostclip.clipping.coverage import Coverage
 from ghostclip.errors import (
     DataError,
     GhostClipError,
@@ -34,7 +35,6 @@ from ghostclip.errors import (
     SampleMixingError,
     UnsupportedModelError,
 )
-from ghostclip.planning.coverage import Coverage
 from ghostclip.validation.fixers import ModuleValidator
 
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.gpu.counted import WAYS, count
 from benchmarks.gpu.models import Conv1D, large_models
 from ghostclip.clipping import joint
-from ghostclip.factors import planner
+from ghostclip.factors import outer
 from ghostclip.kernels import PositionSum
 
 pytest.importorskip("transformers")
@@ -46,7 +46,7 @@ def test_with_kernels_a_layer_costs_one_launch_for_its_norm_and_one_for_its_sum(
 def test_with_kernels_the_gradient_of_a_bias_comes_with_the_norm_of_its_layer(monkeypatch):
     monkeypatch.setattr(joint, "_SMALL_ON_A_GPU", 0)
     # As for layers as wide as they are on a GPU.
-    monkeypatch.setattr(planner, "prefers_gram", lambda *sizes, **by: True)
+    monkeypatch.setattr(outer, "prefers_gram", lambda *sizes, **by: True)
     left, value = [], PositionSum.value
 
     def asked(self):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ghostclip.finetune.options import FinetuneOptions
+from ghostclip.finetune import FinetuneOptions
 from ghostclip.finetune.samples import byte_tokens, read_samples
 
 transformers = pytest.importorskip("transformers")

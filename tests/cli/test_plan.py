@@ -9,8 +9,8 @@ import pytest
 
 from ghostclip.cli import main
 from ghostclip.errors import InvalidOptionError
+from ghostclip.finetune import FinetuneOptions
 from ghostclip.finetune.models import Ranks
-from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.scaling import Mesh
 
 pytest.importorskip("transformers")

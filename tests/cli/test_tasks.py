@@ -15,8 +15,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ghostclip.finetune import FinetuneOptions
 from ghostclip.finetune.models import Ranks
-from ghostclip.finetune.options import FinetuneOptions
 from ghostclip.finetune.samples import TokenEncoder, byte_tokens, read_samples
 from tests.cli.conftest import TINY_GIVEN
 

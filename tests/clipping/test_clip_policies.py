@@ -255,6 +255,30 @@ def test_parameters_in_no_or_several_groups_are_refused(groups):
         GhostClipper(nn.Linear(2, 2), policy=policies.per_group(groups, 1.0))
 
 
+def test_full_names_count_before_patterns():
+    clipper = GhostClipper(nn.Linear(2, 2), policy=policies.per_group({"rest": ["*"], "w": ["weight"]}, [3.0, 4.0]))
+    clipper.backward(clipper.model(torch.ones(1, 2)).mul(100).sum())
+    norms = {name: float(parameter.grad.norm()) for name, parameter in clipper.model.named_parameters()}
+    assert norms == pytest.approx({"weight": 4.0, "bias": 3.0}, rel=1e-3)
+
+
+@pytest.mark.parametrize("constant", [0.0, -0.01, math.nan, math.inf])
+def test_constants_that_would_not_bound_a_contribution_are_refused(constant):
+    # C / (norm + γ) is more than C / norm for a negative γ.
+    with pytest.raises(InvalidOptionError, match="gamma"):
+        policies.automatic(1.0, gamma=constant)
+    with pytest.raises(InvalidOptionError, match="r="):
+        policies.psac(1.0, r=constant)
+
+
+def test_samples_of_sums_that_were_dropped_are_not_counted():
+    clipper = GhostClipper(nn.Linear(2, 1), policy=policies.adaptive(1e6, QuantileAdaptation(unclipped_num_std=1.0)))
+    for rows in (5, 3):
+        clipper.reset()
+        clipper.backward(clipper.model(torch.ones(rows, 2)).sum())
+    assert clipper.policy.adaptation.take_count() == 1.5
+
+
 @pytest.mark.parametrize(("relation", "factor"), [("zero_out", 1.0), ("replace_one", 2.0)])
 def test_adaptive_step_splits_its_noise_and_moves_the_bound(relation, factor):
     class Noise:

@@ -184,7 +184,7 @@ def test_pixels_over_estimate_what_they_cannot_resolve():
 @pytest.mark.parametrize("strategy", ["bookkeeping", "ghost"])
 def test_windows_are_never_unfolded_whole(channels, outputs, size, options, strategy, monkeypatch):
     monkeypatch.setattr(convolution, "CHUNK_ELEMENTS", 1 << 12)
-    monkeypatch.setattr("ghostclip.factors.planner.WORKSPACE_ELEMENTS", 1 << 12)
+    monkeypatch.setattr("ghostclip.kernels.runtime.ON_CPU", 1 << 12)
     samples, model = 8, nn.Conv2d(channels, outputs, **{"kernel_size": 3, **options})
     x = torch.randn(samples, channels, size, size)
     clipper = engine(strategy)(model, 1.0)

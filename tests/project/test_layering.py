@@ -23,7 +23,6 @@ LAYERS = (
     "rules",
     "capture",
     "checks",
-    "planning",
     "clipping",
     "clipper",
     "graph",

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ghostclip import GhostClipper
 from ghostclip.errors import UncoveredParameterError, UnsupportedModelError
 from ghostclip.factors import Dense
 from ghostclip.rules import Captured, register_rule, registry
 from ghostclip.rules.registry import register_grad_sampler, register_norm_sampler
-from tests.cases.registered import Around, ByGradients, affine_gradients, affine_norms
+from tests.cases.registered import Around, ByBoth, ByGradients, ByNorms, affine_gradients, affine_norms
 from tests.exactness.runs import STRATEGIES, engine
 from tests.reference import clip_and_sum, per_sample_gradients
 
@@ -147,3 +148,20 @@ def test_sampler_of_a_random_layer_cannot_be_compared_and_the_log_says_so(tables
     for _ in range(2):
         clipper.backward(_losses(clipper.model, _batch()))
     assert caplog.text.count("not compared with autograd") == 1
+
+
+@pytest.mark.parametrize("kind", [ByNorms, ByBoth])
+def test_a_sample_that_is_not_finite_leaves_what_norm_samplers_sum_of_the_others(kind):
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 5, dtype=torch.float64)
+    sums = []
+    for batch in (x[:3], torch.cat([x[:3], x[3:] * torch.nan])):
+        model = Around(kind).double()
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        clipper = GhostClipper(model, max_grad_norm=0.5, loss_reduction="sum")
+        clipper.backward(model(batch).square().sum((1, 2)))
+        sums.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert clipper.non_finite_samples == 1
+    torch.testing.assert_close(sums[1], sums[0])

@@ -16,7 +16,7 @@ from typing import Final
 from torch import nn
 
 from ghostclip.capture.call_sites import AT_ONCE_FORM, GENERAL_FORM, CallSite, MatrixProduct, Statistics
-from ghostclip.planning.plan import BlockPlanner
+from ghostclip.clipping.plan import BlockPlanner
 from ghostclip.rules import rule_for
 
 # Strategies that hold something of every layer until the backward ends.

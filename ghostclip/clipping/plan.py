@@ -39,7 +39,7 @@ from ghostclip.capture.nodes import nodes_behind
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.sample_axis import USE_KEY
 from ghostclip.errors import InvalidOptionError
-from ghostclip.factors import convolution, planner
+from ghostclip.factors import convolution, outer
 from ghostclip.factors.base import accumulation_dtype
 from ghostclip.factors.convolution import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_GPU
 from ghostclip.kernels import products
@@ -171,7 +171,7 @@ class Shape(NamedTuple):
     @property
     def moving(self) -> float:
         """Cost of reading or writing one byte of its tensors, in FLOPs of its products."""
-        return planner.BYTE if self.by_units else _MOVED / 4
+        return outer.BYTE if self.by_units else _MOVED / 4
 
 
 class UseMemory(NamedTuple):
@@ -191,7 +191,7 @@ def memory_of(use: ParamUse, arriving: int, forward: ForwardContext) -> UseMemor
     matrix, kernel = _matrix_of(use, arriving, forward), _kernel_of(use)
     if matrix is not None:
         name, (samples, positions, inputs, outputs, dtype, _) = matrix
-        by_rule = planner.stores_per_sample(positions, inputs, outputs, dtype.itemsize)
+        by_rule = outer.stores_per_sample(positions, inputs, outputs, dtype.itemsize)
         stored = (matrix[1].gradient_bytes, False) if by_rule else (arriving, True)
         once = matrix if forward.use_counts[name] == 1 else None
         return UseMemory(*stored, once)
@@ -201,7 +201,7 @@ def memory_of(use: ParamUse, arriving: int, forward: ForwardContext) -> UseMemor
     samples, size = forward.batch_size, kernel.element_size()
     positions = arriving // (samples * kernel.shape[0] * size)
     small = samples * kernel.numel() <= convolution.SMALL
-    if not dense and (small or planner.stores_per_sample(positions, kernel[0].numel(), kernel.shape[0], size)):
+    if not dense and (small or outer.stores_per_sample(positions, kernel[0].numel(), kernel.shape[0], size)):
         dense = samples * kernel.numel() * max(4, size)
     forming = _windows(use, samples * positions * kernel[0].numel())
     return UseMemory(dense or arriving, not dense, forming=forming)
@@ -720,7 +720,7 @@ def _shapes_of(weight: Tensor, positions: int, samples: int) -> Iterator[Shape]:
 def _pays(shape: Shape) -> bool:
     """Return whether a layer that the rule does not cover would save something."""
     _, positions, inputs, outputs, dtype, _ = shape
-    by_rule = positions <= 1 or planner.stores_per_sample(positions, inputs, outputs, dtype.itemsize)
+    by_rule = positions <= 1 or outer.stores_per_sample(positions, inputs, outputs, dtype.itemsize)
     return not by_rule and _estimated(shape) > 0
 
 
@@ -740,7 +740,7 @@ def _estimated(shape: Shape) -> float:
     positions, inputs, outputs, by_units = shape.positions, shape.inputs, shape.outputs, shape.by_units
     moved, call = 4 * shape.moving, _CALL_BY_UNITS if by_units else _CALL
     product = 2 * positions * inputs * outputs
-    norm = min(planner.gram_flops(positions, inputs, outputs, by_units=by_units), product)
+    norm = min(outer.gram_flops(positions, inputs, outputs, by_units=by_units), product)
     factored = norm + product + moved * _PASSES_FACTORED * positions * (inputs + outputs)
     stored = product + moved * _PASSES_KEPT * inputs * outputs
     levels = kernels.gram_levels(positions, inputs, outputs, by_units=by_units)
