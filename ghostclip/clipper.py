@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch, _validate
-from ghostclip.capture.backward_entry import is_output
+from ghostclip.capture.backward_entry import Grads, is_output
 from ghostclip.capture.context import CaptureContext, InputNotes
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.hooks import hooks_of_others
 from ghostclip.capture.nodes import edge_of
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.substitution import Roster
 from ghostclip.checks.loop_record import LoopRecord
-from ghostclip.checks.loss_graph import refuse_following
+from ghostclip.checks.loss_graph import MAX_NODES, above_outputs, refuse_following
 from ghostclip.checks.losses import KnownLoss, probe_losses, prove_rows
 from ghostclip.checks.padding import Padded
 from ghostclip.checks.prover import Evidence
@@ -211,16 +212,21 @@ class GhostClipper:
         if forward.ends_on_mesh:
             refuse_lost_gradient([loss])
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
-        per_sample = loss.dim() == 1
+        per_sample, start = loss.dim() == 1, 1.0
         with self._capture.doubted_if_refused():
             with nullcontext() if LoopRecord.open is None else self._evidence.loop.looking_at_loss([loss], forward):
                 # First, as it lets go of what was held to be looked at.
                 cut = None if self._reducer is None else self._reduce(self._reducer, loss)
                 if not per_sample:
                     self._examiner.examine(self._capture, [loss], [], [forward])
+                    start = self._start([loss], [], [forward])
                 else:
                     self._examine_losses(loss)
-            self._run(loss, cut, per_sample=per_sample)
+            forward.start = start
+            try:
+                self._run(loss if start == 1 else loss * start, cut, per_sample=per_sample)
+            finally:
+                forward.start = 1.0
 
     def _run(self, loss: Tensor, cut: Cut | None, *, per_sample: bool) -> None:
         """Run the backward of a loss that was examined, as the strategy says."""
@@ -475,22 +481,35 @@ class GhostClipper:
         """
         self._one_pass.conclude(held, totals, rows)
 
-    def _on_loss(
-        self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]
-    ) -> None:
+    def _on_loss(self, roots: Sequence[Any], grads: Grads, forwards: Sequence[ForwardContext]) -> float:
         if not self._one_pass.loss_elsewhere:
             if any(forward.ends_on_mesh for forward in forwards):
                 refuse_lost_gradient(roots)
             refuse_two_sizes(forwards)
             with nullcontext() if LoopRecord.open is None else self._evidence.loop.looking_at_loss(roots, forwards[0]):
                 self._examiner.examine(self._capture, roots, grads, forwards)
-            return
+            return self._start(roots, grads, forwards)
         output_grads = list(grads) or [None]
         if any(grad is None for grad in output_grads) or not all(map(is_output, map(edge_of, roots))):
             raise GhostClipError(
                 "a backward through a part of a model does not begin at the outputs of that part with gradients from "
                 "the next: let the schedule of the pipeline run it."
             )
+        return 1.0
+
+    def _start(self, roots: Sequence[Any], grads: Grads, forwards: Sequence[ForwardContext]) -> float:
+        """Return what a backward begins with: in 16 bits the B that a mean divides gradients by before they round."""
+        # Not where gradients go elsewhere, too, or somebody looks at them.
+        root, forward = roots[0], forwards[0]
+        narrow = forward.autocast is not None or next(self.model.parameters()).element_size() == 2
+        alone = len(roots) == 1 and isinstance(root, Tensor) and all(grad is None for grad in grads)
+        own = not (self._decisions.plain or self._one_pass.is_pending or self._state.sharded)
+        if not (narrow and alone and own) or any(one.is_tied for one in forwards):
+            return 1.0
+        nodes, start = above_outputs([edge_of(root)]), self._state.scale(forward, per_sample=False)
+        watched = hooks_of_others() != forward.hooks_before or len(nodes) == MAX_NODES
+        exact = torch.tensor(start, dtype=root.dtype).item() == start
+        return 1.0 if watched or not exact or any(_torch.leaf_of(node) is not None for node, _ in nodes) else start
 
     def _scale(self, *, per_sample: bool) -> float:
         return self._state.scale(self._capture.forward, per_sample=per_sample)

@@ -30,6 +30,9 @@ _MARK: Final = "_ghostclip_entry"
 _RETAIN, _INPUTS = 2, 5
 
 
+Grads = Sequence[Tensor | None]
+
+
 class Examiner(Protocol):
     """Examiner of losses before their backward runs."""
 
@@ -38,8 +41,9 @@ class Examiner(Protocol):
     def watching_backward(self) -> AbstractContextManager[None]:
         """Return a context for a backward, in which nothing may write the model's state."""
 
-    def examine(self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]) -> None:
-        """Prove or refuse the loss: roots of a backward, their gradients, and this examiner's forwards behind them."""
+    def examine(self, roots: Sequence[Any], grads: Grads, forwards: Sequence[ForwardContext]) -> float:
+        """Prove or refuse the loss, and return what its backward is to begin with."""
+        # Roots of a backward, their gradients, and this examiner's forwards behind them.
 
     def stop_listening(self) -> None:
         """Remove the hooks of a backward that has raised."""
@@ -126,14 +130,16 @@ def _with_examination(original: Callable[..., None]) -> Callable[..., None]:
         with ExitStack() as stack:
             for ranks in [one.gathering for one in owners if one.gathering is not None]:
                 stack.enter_context(ranks.backward())
-            _examine(owners, _listed(roots), _listed(grads))
+            start = _examine(owners, _listed(roots), _listed(grads))
             retained = bool(kwargs.get("retain_graph") or (len(args) > _RETAIN and args[_RETAIN]))
             for forward in chain.from_iterable(owners.values()):
                 forward.retained = retained
             for examiner in owners:
                 stack.enter_context(examiner.watching_backward())
             _running.extend(chain.from_iterable(owners.values()))
-            stack.callback(_running.clear)
+            stack.callback(_end_running)
+            if start != 1:
+                args, kwargs = _begun_with(start, _listed(roots)[0], args, kwargs)
             try:
                 with unseen():
                     original(*args, **kwargs)
@@ -143,6 +149,21 @@ def _with_examination(original: Callable[..., None]) -> Callable[..., None]:
 
     setattr(backward, _MARK, True)
     return backward
+
+
+def _begun_with(start: float, root: Tensor, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """Note what a backward of these arguments, from one value, begins with; return its arguments then."""
+    for forward in _running:
+        forward.start = start
+    rest = {name: value for name, value in kwargs.items() if name not in ("tensors", "grad_tensors")}
+    return (root, torch.full_like(root, start), *args[2:]), rest
+
+
+def _end_running() -> None:
+    """Forget the forwards whose backward has run, and what it began with."""
+    for forward in _running:
+        forward.start = 1.0
+    _running.clear()
 
 
 def _stop_listeners(owners: Collection[Examiner]) -> None:
@@ -181,12 +202,15 @@ def forwards_behind(examiner: Examiner, root: Any) -> list[ForwardContext]:
     return _owners([root]).get(examiner, [])
 
 
-def _examine(owned: dict[Examiner, list[ForwardContext]], roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
+def _examine(owned: dict[Examiner, list[ForwardContext]], roots: Sequence[Any], grads: Grads) -> float:
     """Have each examiner whose forwards lie behind a loss examine it, and mark these forwards as examined."""
+    # Returns what the backward is to begin with.
+    starts = []
     for examiner, forwards in owned.items():
-        examiner.examine(roots, grads, forwards)
+        starts.append(examiner.examine(roots, grads, forwards))
         for forward in forwards:
             forward.examined = True
+    return starts[0] if len(starts) == 1 else 1.0
 
 
 def _reached(nodes: Sequence[Any]) -> list[ForwardContext]:

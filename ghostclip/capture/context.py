@@ -113,7 +113,7 @@ class CaptureContext:
         *,
         batch_first: bool,
         on_backward: Callable[[ParamUse | None], None],
-        on_loss: Callable[[Sequence[Any], Sequence[Tensor | None], Sequence[ForwardContext]], None],
+        on_loss: Callable[[Sequence[Any], Sequence[Tensor | None], Sequence[ForwardContext]], float],
         prover: Prover | None = None,
         units: Sequence[nn.Module] = (),
         gathering: Gathering | None = None,
@@ -244,6 +244,7 @@ class CaptureContext:
                 raise
         if is_to_tie(self.model, tensors):
             call, tensors = self._tied(call)
+            forward.is_tied = True
         self._watch.put_last(call.module)
         self._sites_before = len(self.sites.table)
         # Only the call's frames hold the token: once it is gone, the call is over, even one that an error ended.
@@ -653,13 +654,14 @@ class CaptureContext:
             backward_entry.refuse_unseen(forward)
             self._on_backward(None)
 
-    def examine(self, roots: Sequence[Any], grads: Sequence[Tensor | None], forwards: Sequence[ForwardContext]) -> None:
-        """Have the loss of a backward examined before it runs."""
+    def examine(self, roots: Sequence[Any], grads: backward_entry.Grads, forwards: Sequence[ForwardContext]) -> float:
+        """Have the loss of a backward examined before it runs; return what that is to begin with."""
         # Whoever listens already has examined it.
-        if self._listener is None and self.is_trainable():
-            forwards = self._go_back(self._latest_first(forwards))
-            with self.doubted_if_refused():
-                self._on_loss(roots, grads, forwards)
+        if self._listener is not None or not self.is_trainable():
+            return 1.0
+        forwards = self._go_back(self._latest_first(forwards))
+        with self.doubted_if_refused():
+            return self._on_loss(roots, grads, forwards)
 
     def forwards_behind(self, loss: Tensor) -> list[ForwardContext]:
         """Return the forwards that a loss was computed from, the latest of all first unless it has no part in it."""

@@ -66,6 +66,8 @@ class ForwardContext:
     consumed: bool = False  # a backward has gone through it
     examined: bool = False  # the loss whose backward is about to go through it was examined
     summed: bool = False  # that loss is a sum over the samples, which is told where a mean was declared
+    start: float = 1.0  # what the backward that runs through it began with at a loss for all samples
+    is_tied: bool = False  # gradients leave the model by its inputs
     retained: bool = False  # its graph outlives that backward, for another one
     unproven: bool = False  # a use came from a call site on which there is no evidence yet
     proves: bool = True  # whether its evidence counts: not where its samples are copies of one

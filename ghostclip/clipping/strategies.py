@@ -91,7 +91,7 @@ class ClippingState:
     def scale(self, forward: ForwardContext, *, per_sample: bool) -> float:
         """Return the factor from arriving gradients to those of each sample's own loss: a mean has divided by B."""
         is_mean = self.mean and not per_sample and not forward.summed
-        return float(max(1, forward.batch_size)) if is_mean else 1.0
+        return (float(max(1, forward.batch_size)) if is_mean else 1.0) / forward.start
 
     def all_or_nothing(self, add: Callable[[], object]) -> None:
         """Add the sums of a batch, and drop every sum if that fails half-way: half a batch must never be released."""

@@ -429,7 +429,7 @@ def call_sites(model: nn.Module, losses: Callable[[], Tensor], *, axis: int) -> 
     def form_factors(use: ParamUse, grad: Tensor) -> None:
         use.parameter_factors(grad)
 
-    capture = CaptureContext(model, batch_first=axis == 0, on_backward=lambda *_: None, on_loss=lambda *_: None)
+    capture = CaptureContext(model, batch_first=axis == 0, on_backward=lambda *_: None, on_loss=lambda *_: 1.0)
     try:
         loss = losses().sum()
         with capture.listening(SimpleNamespace(receive=form_factors)):

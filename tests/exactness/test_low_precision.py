@@ -75,21 +75,67 @@ def test_autocast_keeps_the_bound(case, strategy, clip_all, device):
     _check_bound(case, model, batch, clipper, losses)
 
 
-@pytest.mark.parametrize("how", ["losses", "sum"])
-def test_equal_samples_under_autocast_add_the_same_whatever_their_number(how):
-    # A mean divides gradients by that number before they are rounded to 16 bits: docs/floating-point.md, A3.
+BACK = {
+    "losses": lambda clipper, losses: clipper.backward(losses),
+    "their mean": lambda clipper, losses: losses.mean().backward(),
+    "their mean, given to the clipper": lambda clipper, losses: clipper.backward(losses.mean()),
+    "their sum over B": lambda clipper, losses: (losses.sum() / len(losses)).backward(),
+    "a graph that is retained": lambda clipper, losses: (
+        (mean := losses.mean()).backward(retain_graph=True),
+        clipper.discard(),
+        mean.backward(),
+    ),
+    "their sum": lambda clipper, losses: losses.sum().backward(),
+}
+
+
+@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "hooks"])
+@pytest.mark.parametrize("how", BACK)
+def test_equal_samples_under_autocast_add_the_same_whatever_their_number(how, strategy):
+    """A mean divides gradients by that number before they are rounded to 16 bits: docs/floating-point.md, A3."""
     size, bound, sums = 512, 0.5, []
     torch.manual_seed(1)
     model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10)), torch.randn(1, 16)
-    clipper = GhostClipper(model, max_grad_norm=bound, loss_reduction="sum" if how == "sum" else "mean")
+    reduction = "sum" if how == "their sum" else "mean"
+    clipper = GhostClipper(model, max_grad_norm=bound, loss_reduction=reduction, strategy=strategy)
     for count in (size, size - 1):
         with torch.autocast("cpu", dtype=BF16):
             output = model(x.expand(count, 16).clone())
         losses = nn.functional.cross_entropy(output.float(), torch.zeros(count).long(), reduction="none")
         clipper.reset()
-        losses.sum().backward() if how == "sum" else clipper.backward(losses)
+        BACK[how](clipper, losses)
         sums.append(_sum(clipper, model))
     assert whole_norm({name: sums[0][name] - sums[1][name] for name in sums[0]}).item() <= bound * (1 + 1e-5)
+    assert whole_norm(sums[0]).item() >= 0.99 * size * bound
+
+
+class _Elsewhere:
+    """Gradients of a loss that are not the private model's."""
+
+    def __init__(self, what):
+        torch.manual_seed(0)
+        self.x = torch.randn(6, 4, requires_grad=what == "inputs")
+        self.shift = torch.zeros(3, requires_grad=what == "a tensor")
+        self.others = {"inputs": [self.x], "a tensor": [self.shift], "hooks": []}[what]
+        self.what, self.seen = what, []
+
+    def back(self, model, reduce):
+        with torch.autocast("cpu", dtype=BF16):
+            output = model(self.x) + self.shift
+        if self.what == "hooks":
+            output.register_hook(lambda grad: self.seen.append(grad.float().abs().max().item()))
+        reduce(output.float().square().sum(1)).backward()
+        return [one.grad.clone() for one in self.others] or [torch.tensor(self.seen)]
+
+
+@pytest.mark.parametrize("what", ["inputs", "a tensor", "hooks"])
+def test_gradients_that_go_elsewhere_under_autocast_are_ordinary_ones(what):
+    torch.manual_seed(3)
+    model = nn.Linear(4, 3)
+    (due,) = _Elsewhere(what).back(model, torch.mean)
+    with GhostClipper(model, max_grad_norm=1e-3) as clipper:
+        (found,) = _Elsewhere(what).back(clipper.model, torch.mean)
+    assert torch.equal(found, due)
 
 
 @core
