@@ -79,7 +79,7 @@ MUTATIONS = (
              "included = factor if self.keep_B is None else factor.masked(self.keep_B)", "included = factor",
              "clipping/test_step.py exactness/test_sensitivity_search.py audit/test_sensitivity.py"),
     Mutation("mean taken for a sum", "norms are of each sample's own loss", "clipping/strategies.py",
-             "return float(max(1, forward.batch_size)) if is_mean else 1.0", "return 1.0",
+             "return (float(max(1, forward.batch_size)) if is_mean else 1.0) / forward.start", "return 1.0",
              "clipping/test_step.py clipping/test_scalar_losses.py"),
     Mutation("dummy sample counts", "an empty batch adds nothing", "clipping/decisions.py",
              "if forward.is_dummy:\n            self.norm_GB",
