@@ -220,8 +220,9 @@ def _off(one: dict[str, Tensor], other: dict[str, Tensor], name: str) -> float:
     """Return the distance of a parameter's two gradients; 0 where one of them is missing."""
     if name not in one or name not in other:
         return 0.0
-    # No number, which is beyond nothing, where a sample's own gradient is none: that mixes nothing.
-    return float((one[name] - other[name]).abs().max())
+    # No number, which is beyond nothing, where a sample's own gradient is none, which is so in the first batch already.
+    distance = (one[name] - other[name]).abs().max()
+    return float(distance if one[name].isnan().any() else distance.nan_to_num(torch.inf))
 
 
 def _differing(one: dict[str, Tensor], other: dict[str, Tensor], coarsest: torch.dtype) -> list[str]:
