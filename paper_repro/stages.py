@@ -20,7 +20,7 @@ from torch import nn
 from benchmarks.engines import Engine
 from benchmarks.harness import exact_float32, in_new_process
 from benchmarks.tasks import Task
-from ghostclip._memory import PeakMemory
+from ghostclip._memory import PeakMemory, status_bytes
 from paper_repro.cases import Size
 from paper_repro.limits import SHARE_OF_FREE, cap, free_bytes, reason
 from paper_repro.measure import MAX_GRAD_NORM, say
@@ -93,7 +93,7 @@ def measured(size: Size, device: torch.device, only: frozenset[str]) -> Iterator
     Yields:
         For each batch size its title and a row for each engine.
     """
-    if not PeakMemory(device).starts_anew:
+    if device.type != "cuda" and status_bytes("VmRSS") is None:
         say("memory by stage: this system does not let a process forget its peak; left out")
         return
     for batch_size in BATCH_SIZES[size]:

@@ -81,6 +81,9 @@ _GRADIENTS: Final = frozenset({torch.autograd.grad, Tensor.grad.__get__})  # typ
 _HANDS_ON: Final = frozenset(
     {"__getitem__", "chunk", "split", "tensor_split", "narrow", "to", "cuda", "clone", "detach"}
 )
+_MAKES: Final = frozenset(
+    {"rand", "randn", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "linspace"}
+)
 _BETWEEN_RANKS: Final = re.compile("torch.distributed|c10d")
 # Running statistics are written to without being counted.
 _IN_PLACE: Final = re.compile("(.*[^_]_)|__(setitem|i[a-z]+)__|(batch|instance)_norm")
@@ -111,6 +114,7 @@ class _Given(NamedTuple):
     version: int
     is_drawn: bool  # whether it is known to be of a batch
     other: Tensor | None  # what it would be with another record in an earlier batch, if it is known to be of one
+    is_made: bool = False  # whether it was made of no data: noise, constants, places
 
 
 class Kept:
@@ -258,24 +262,29 @@ class LoopRecord(TorchFunctionMode):
         if takes and (made or writes) and func != _torch.base_read:
             makes, kind = [self.number_of(value) for value in made], _device_of(made)
             part = not writes and takes.isdisjoint(makes) and self._hands_on(func, args, made)
-            if part:
-                # A loop that goes through a batch in parts has the records of one in what the model is called with.
-                self.given |= {self.number_of(one): _Given(one, _torch.known_version(one), True, None) for one in made}
             cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
             self.calls.append(_Call(func, arguments, takes, makes, graded, (kind, cast), writes, part))
             self._outside.update(() if graded else makes)
+        elif not takes and getattr(func, "__name__", "") in _MAKES:
+            self.given |= {
+                self.number_of(one): _Given(one, _torch.known_version(one), False, None, True) for one in made
+            }
         self._is_open = self._last < _MOST
         return result
 
     def _hands_on(self, func: Any, args: Sequence[Any], made: Sequence[Any]) -> bool:
-        """Return whether what is made holds records of a batch that was handed out, in their places."""
+        """Take in what holds records of a batch that was handed out, in their places; return whether it does."""
+        # A loop that goes through a batch in parts has the records of one in what the model is called with.
         name, (source, index, *_) = getattr(func, "__name__", ""), (*args, None, None)
         if name not in _HANDS_ON or not (isinstance(source, Tensor) and self.knows(source) and self._is_given(source)):
             return False
         is_part = name != "__getitem__" or isinstance(index, slice)
         given = self.given[self.number_of(source)]
         is_drawn = given.is_drawn and given.other is None
-        return is_part and is_drawn and all(one.shape[1:] == source.shape[1:] for one in made)
+        if not (is_part and is_drawn and all(one.shape[1:] == source.shape[1:] for one in made)):
+            return False
+        self.given |= {self.number_of(one): _Given(one, _torch.known_version(one), True, None) for one in made}
+        return True
 
     def _noted(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -432,6 +441,7 @@ class LoopReplay:
         used = frozenset(values).union(*(call.takes for call in calls)) - computed
         noted = {n: one for n, one in record.given.items() if n in used or not (values or n in computed)}
         self._tensors = {number: one.tensor for number, one in noted.items()}
+        self._made = frozenset(number for number, one in noted.items() if one.is_made)
         self._is_stale = any(_torch.known_version(one.tensor) != one.version for one in noted.values())
         # Of what has samples, the axis: parameters have none.
         axes = {n: None if t.is_leaf and t.requires_grad else axis_of(t) for n, t in self._tensors.items()}
@@ -486,8 +496,9 @@ class LoopReplay:
                 held = [self._whole]
                 if self.is_all and len(self._whole) == len(self._axes):
                     # One of them is the samples', sooner numbers than places.
-                    real = [n for n in self._whole if self._tensors[n].is_floating_point()]
-                    held = [[n for n in self._whole if n != own] for own in real or self._whole]
+                    found = [n for n in self._whole if n not in self._made]
+                    real = [n for n in found if self._tensors[n].is_floating_point()]
+                    held = [[n for n in self._whole if n != own] for own in real or found] or held
                 return not self._whole or all(map(differs, held))
             except Exception:  # noqa: BLE001 - it is the user's code
                 return False

@@ -387,9 +387,9 @@ class GroupNorms:
         imprecise_B = self._imprecise_B()
         if imprecise_B is None:
             return None
-        found = imprecise_B.any()
-        self.finite = not bool(found if doubt is None else found | doubt.to(found.device))
-        return None if self.finite or (doubt is not None and not bool(found)) else imprecise_B
+        certain = (~imprecise_B).all()
+        self.finite = bool(certain if doubt is None else certain & ~doubt.to(certain.device))
+        return None if self.finite or (doubt is not None and bool(certain)) else imprecise_B
 
 
 def _write_rows(rows_RN: Tensor, total: SquaredNorm | None) -> None:

@@ -189,9 +189,14 @@ ALONE = {
     "a part that is shown": lambda m, x, t, r: (o := m(x), _shown(o), losses_of(o, t))[2].mean(),
     "a table as long as the batch": lambda m, x, t, r: losses_of(m(x) + torch.linspace(0, 1, BATCH)[:C], t).mean(),
     "a running loss": lambda m, x, t, r: (loss := losses_of(m(x), t).mean(), _TOTAL.add_(loss.detach()))[0],
+    "what a generator makes beside them": lambda m, x, t, r: (
+        made := _GENERATOR(torch.randn(BATCH, 4)).detach()[torch.arange(len(x)) % BATCH],
+        losses_of(m(made), t).mean() + losses_of(m(x), t).mean(),
+    )[1],
     "a device": lambda m, x, t, r: _on_device(lambda: losses_of(m(x) + torch.zeros(C), t).mean()),
 }
 _TOTAL = torch.zeros(())
+_GENERATOR = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
 def _shown(output):
