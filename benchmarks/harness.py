@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import torch
 
-from ghostclip._memory import glibc
+from ghostclip._memory import glibc, status_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -239,6 +239,11 @@ def short_of_memory(problem: BaseException) -> bool:
     if isinstance(problem, MemoryError | torch.OutOfMemoryError):
         return True
     return any(said in str(problem) for said in _SHORT_OF_MEMORY)
+
+
+def tells_peaks(device: torch.device) -> bool:
+    """Whether a peak of memory on a device can be told from an earlier, higher one."""
+    return device.type == "cuda" or status_bytes("VmRSS") is not None
 
 
 def in_new_process(module: str, arguments: list[str], *, seconds: float | None = None) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from benchmarks.engines import CannotDo, Engine, Runner
-from benchmarks.harness import exact_float32, in_new_process
+from benchmarks.harness import exact_float32, in_new_process, tells_peaks
 from benchmarks.peers import every_engine
 from benchmarks.tasks import Batch, Task, find
-from ghostclip._memory import PeakMemory, status_bytes
+from ghostclip._memory import PeakMemory
 
 # The fourth is proved as the first is.
 FIRST_STEPS = 4
@@ -58,8 +58,7 @@ def peaks(runner: Runner, batch: Batch, device: torch.device) -> dict[str, int]:
     for _ in range(FIRST_STEPS):
         runner.step(batch)
     found = {"loaded_bytes": loaded, "peak_bytes": meter.stop()}
-    # Elsewhere a peak cannot be told from an earlier, higher one.
-    if device.type == "cuda" or status_bytes("VmRSS") is not None:
+    if tells_peaks(device):
         gc.collect()
         meter.start()
         for _ in range(LATER_STEPS):

@@ -26,8 +26,9 @@ _MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAIL
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception says that memory ran out, so that a smaller piece of work may succeed."""
-    is_kind = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return is_kind or (isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES))
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
 
 
 def status_bytes(field: str, file: Path = _SELF / "status") -> int | None:

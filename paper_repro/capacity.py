@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from benchmarks.engines import Engine
-from benchmarks.harness import exact_float32, in_new_process, short_of_memory
-from ghostclip._memory import PeakMemory, status_bytes
+from benchmarks.harness import exact_float32, in_new_process, short_of_memory, tells_peaks
+from ghostclip._memory import PeakMemory
 from paper_repro.cases import Case, Size
 from paper_repro.limits import cap, reason
 from paper_repro.measure import MAX_GRAD_NORM, say
@@ -110,11 +110,7 @@ def _search(engine: Engine, case: Case, device: torch.device, limit: float, *, m
             before = meter.in_use()
             with cap(limit, device):
                 seconds[samples] = _step(engine, case, samples, device, steps=STEPS)
-            return (
-                meter.stop() - (before if device.type == "cpu" else 0)
-                if device.type == "cuda" or status_bytes("VmRSS") is not None
-                else 0
-            )
+            return meter.stop() - (before if device.type == "cpu" else 0) if tells_peaks(device) else 0
         except Exception as problem:
             if not short_of_memory(problem):
                 raise

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks.engines import Engine
-from benchmarks.harness import exact_float32, in_new_process
-from ghostclip._memory import PeakMemory, status_bytes
+from benchmarks.harness import exact_float32, in_new_process, tells_peaks
+from ghostclip._memory import PeakMemory
 from paper_repro.cases import Case, Size
 from paper_repro.limits import SHARE_OF_FREE, cap, free_bytes, reason
 from paper_repro.measure import MAX_GRAD_NORM
@@ -66,7 +66,7 @@ def add_memory(letter: str, size: Size, case: Case, found: dict[str, Any]) -> No
         found: Its part of the report; its engines' rows gain `loaded_bytes` and `peak_bytes`, or `memory_problem`.
     """
     wanted = [row["name"] for row in found["engines"] if row["status"] == "ok"]
-    if not wanted or status_bytes("VmRSS") is None:
+    if not wanted or not tells_peaks(torch.device("cpu")):
         return
     arguments = [letter, case.task.name, "--size", size, "--engines", *wanted]
     measured = in_new_process("paper_repro.memory", arguments)

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from benchmarks.engines import Engine
-from benchmarks.harness import exact_float32, in_new_process
+from benchmarks.harness import exact_float32, in_new_process, tells_peaks
 from benchmarks.tasks import Task
-from ghostclip._memory import PeakMemory, status_bytes
+from ghostclip._memory import PeakMemory
 from paper_repro.cases import Size
 from paper_repro.limits import SHARE_OF_FREE, cap, free_bytes, reason
 from paper_repro.measure import MAX_GRAD_NORM, say
@@ -93,7 +93,7 @@ def measured(size: Size, device: torch.device, only: frozenset[str]) -> Iterator
     Yields:
         For each batch size its title and a row for each engine.
     """
-    if device.type != "cuda" and status_bytes("VmRSS") is None:
+    if not tells_peaks(device):
         say("memory by stage: this system does not let a process forget its peak; left out")
         return
     for batch_size in BATCH_SIZES[size]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -122,7 +121,7 @@ class Program:
     def compiled(self) -> Callable[[Any, Tensor, Tensor], Tensor]:
         """The function of (model, x, y) that returns the loss."""
         source = "\n    ".join(["def loss(model, x, y):", "if not len(x): return model(x).sum()", *self.statements])
-        names: dict[str, Any] = {"torch": torch, "F": functional, "np": np}
+        names: dict[str, Any] = {"torch": torch, "F": functional}
         exec(source, names)
         loss: Callable[[Any, Tensor, Tensor], Tensor] = names["loss"]
         return loss
@@ -154,10 +153,10 @@ def _adds_up(model: nn.Module, loss: Callable[..., Tensor], world: World, *, mea
         return torch.cat([grad.reshape(-1) for grad in grads]) * (len(records) if mean else 1)
 
     for batch in _BATCHES:
+        whole = gradient(batch)
         for one, two in ((batch[0], batch[1]), (batch[2], batch[4]), (batch[1], batch[3])):
             without = [record for record in batch if record != one]
             rest = [record for record in batch if record != two]
-            whole = gradient(batch)
             with_it, alone = whole - gradient(without), gradient(rest) - gradient([r for r in rest if r != one])
             if float((with_it - alone).norm()) > _DIGITS * float(with_it.norm() + whole.norm() + 1e-3):
                 return False

@@ -113,7 +113,7 @@ class CaptureContext:
         *,
         batch_first: bool,
         on_backward: Callable[[ParamUse | None], None],
-        on_loss: Callable[[Sequence[Any], Sequence[Tensor | None], Sequence[ForwardContext]], float],
+        on_loss: Callable[[Sequence[Any], backward_entry.Grads, Sequence[ForwardContext]], float],
         prover: Prover | None = None,
         units: Sequence[nn.Module] = (),
         gathering: Gathering | None = None,

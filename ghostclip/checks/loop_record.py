@@ -114,7 +114,7 @@ class _Given(NamedTuple):
     version: int
     is_drawn: bool  # whether it is known to be of a batch
     other: Tensor | None  # what it would be with another record in an earlier batch, if it is known to be of one
-    is_made: bool = False  # whether it was made of no data: noise, constants, places
+    is_made: bool  # whether it was made of no data: noise, constants, places
 
 
 class Kept:
@@ -262,29 +262,25 @@ class LoopRecord(TorchFunctionMode):
         if takes and (made or writes) and func != _torch.base_read:
             makes, kind = [self.number_of(value) for value in made], _device_of(made)
             part = not writes and takes.isdisjoint(makes) and self._hands_on(func, args, made)
+            # A loop that goes through a batch in parts has the records of one in what the model is called with.
+            self._put(made if part else (), is_drawn=True)
             cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
             self.calls.append(_Call(func, arguments, takes, makes, graded, (kind, cast), writes, part))
             self._outside.update(() if graded else makes)
         elif not takes and getattr(func, "__name__", "") in _MAKES:
-            self.given |= {
-                self.number_of(one): _Given(one, _torch.known_version(one), False, None, True) for one in made
-            }
+            self._put(made, is_drawn=False, is_made=True)
         self._is_open = self._last < _MOST
         return result
 
     def _hands_on(self, func: Any, args: Sequence[Any], made: Sequence[Any]) -> bool:
-        """Take in what holds records of a batch that was handed out, in their places; return whether it does."""
-        # A loop that goes through a batch in parts has the records of one in what the model is called with.
+        """Return whether what is made holds records of a batch that was handed out, in their places."""
         name, (source, index, *_) = getattr(func, "__name__", ""), (*args, None, None)
         if name not in _HANDS_ON or not (isinstance(source, Tensor) and self.knows(source) and self._is_given(source)):
             return False
         is_part = name != "__getitem__" or isinstance(index, slice)
         given = self.given[self.number_of(source)]
         is_drawn = given.is_drawn and given.other is None
-        if not (is_part and is_drawn and all(one.shape[1:] == source.shape[1:] for one in made)):
-            return False
-        self.given |= {self.number_of(one): _Given(one, _torch.known_version(one), True, None) for one in made}
-        return True
+        return is_part and is_drawn and all(one.shape[1:] == source.shape[1:] for one in made)
 
     def _noted(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -305,14 +301,19 @@ class LoopRecord(TorchFunctionMode):
 
     def _give(self, tensor: Tensor) -> None:
         is_drawn = (loop := self._loop()) is not None and loop.is_drawn(tensor)
-        other = None if loop is None else loop.kept.other_of(tensor)
-        self.given[self.number_of(tensor)] = _Given(tensor, _torch.known_version(tensor), is_drawn, other)
+        self._put([tensor], is_drawn=is_drawn, other=None if loop is None else loop.kept.other_of(tensor))
+
+    def _put(
+        self, tensors: Iterable[Tensor], *, is_drawn: bool, other: Tensor | None = None, is_made: bool = False
+    ) -> None:
+        for one in tensors:
+            self.given[self.number_of(one)] = _Given(one, _torch.known_version(one), is_drawn, other, is_made)
 
     def _take_gradients(self, inputs: Any, grads: Any) -> Any:
         """Take in gradients, which are of a batch unless they are those of parameters; return them."""
         for one, grad in zip(_tree.leaves(inputs), grads if isinstance(grads, tuple) else (grads,), strict=False):
             if isinstance(grad, Tensor) and not isinstance(one, torch.nn.Parameter):
-                self.given[self.number_of(grad)] = _Given(grad, _torch.known_version(grad), True, None)
+                self._put([grad], is_drawn=True)
         return grads
 
     def _copy(self, tensor: Tensor) -> None:
@@ -625,8 +626,8 @@ class LoopReplay:
         only: Mapping[int, Any] | None = None,
     ) -> dict[int, Any]:
         """Return all values for some samples, each in a place, by number; what is in the graph by its complement."""
-        # `loud`: places where samples have larger values; `others`: with what another record would have
-        # left in an earlier batch; `only`: those with these shapes, outside of the graph, as far as it can be computed.
+        # `loud`: places where samples have larger values; `others`: with what another record would have left in an
+        # earlier batch; `only`: those with these shapes, outside of the graph, as far as it can be computed.
         self._before.restore()
         axes = {number: axis for number, axis in self._axes.items() if number not in whole}
         tensors = {**self._tensors, **self.others} if others else self._tensors

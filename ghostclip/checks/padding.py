@@ -437,7 +437,8 @@ class _Column:
         if not (self.values or self._known or self.is_flags) and self._counts_positions():
             return None
         lenient = (self.is_flags and not self._known and not self.values) or (masked and not self.is_flags)
-        return list(map(int, self._same_B if lenient else self._run_B))
+        counts: list[int] = (self._same_B if lenient else self._run_B).tolist()
+        return counts
 
     def _counts_positions(self) -> bool:
         """Return whether an input counts positions, says which segment they are of, or holds one value per record."""
