@@ -13,7 +13,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count, product
@@ -21,13 +21,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.call_sites import Calls, Key, Resized, Shapes, compared
 from ghostclip.capture.decide import inside_of
-from ghostclip.capture.nodes import edge_of, nodes_behind
+from ghostclip.capture.nodes import edge_of, nodes_behind, under_checkpoint
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.checks.dependence import SHARED, Alike, alike, batch_axis_of, has_lists, taken, with_lists
 from ghostclip.checks.module_state import restored
@@ -147,13 +148,18 @@ def _same(one: Any, two: Any) -> bool:
     return bool((one == two).all()) if hasattr(one, "all") else bool(one == two)
 
 
+def uncounted() -> AbstractContextManager[Any]:
+    """Return a context in which a checkpoint around the call does not count what is saved."""
+    return saved_tensors_hooks(lambda saved: saved, lambda saved: saved) if under_checkpoint() else nullcontext()
+
+
 @contextmanager
 def unnoticed(tensors: Iterable[Tensor]) -> Iterator[Randomness]:
     """Within the block, run a model without gradients or warnings; afterwards every generator is where it was."""
     # Yields the states of the generators before.
     before = Randomness(tensors)
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings(), uncounted():
             warnings.simplefilter("ignore")
             yield before
     finally:
@@ -219,17 +225,16 @@ _FEW: Final = 3
 # So many samples of a larger batch show which axes hold them.
 _SHOW_AXES: Final = 3
 # How many times as large loud samples are, on average.
-_LOUDER: Final = 8.0
+LOUDER: Final = 8.0
 
 
-def louder(tensor: Tensor, samples: Sequence[int], axis: int, *, seed: int) -> Tensor:
-    """Return a tensor with other and larger numbers for some samples, outside the graph; whole numbers as they are."""
+def louder(tensor: Tensor, samples: Sequence[int], axis: int, *, seed: int, times: float) -> Tensor:
+    """Return a tensor with other numbers for some samples, outside the graph; whole numbers as they are."""
     if not tensor.is_floating_point() or tensor.is_nested:
         return tensor
-    # Not multiples of what they were, which norms of layers would undo. In every other proof with the other sign, as a
-    # mean over the batch then moves to the other side of what is held against it.
+    # Not multiples of what they were, which norms of layers would undo.
     drawn = torch.rand(tensor.shape[-1], generator=torch.Generator().manual_seed(seed)) + 0.5
-    places, factors = torch.tensor(samples, device=tensor.device), (_LOUDER * (-1) ** (seed + 1) * drawn).to(tensor)
+    places, factors = torch.tensor(samples, device=tensor.device), (times * drawn).to(tensor)
     rows = tensor.detach().index_select(axis, places) * (factors if axis < tensor.dim() - 1 else factors[0])
     return tensor.detach().index_copy(axis, places, rows).requires_grad_(tensor.requires_grad)
 
@@ -353,7 +358,10 @@ class Batch:
     def louder(self, samples: Sequence[int], tensor: Tensor, like: Tensor | None = None) -> Tensor:
         """Return a tensor with other and larger numbers for some samples; `like`: what has its axis for them."""
         axis = batch_axis_of(tensor if like is None else like, batch_size=self.size, axis=self.axis)
-        return tensor if axis is None else louder(tensor, samples, axis, seed=self.seed)
+        # In every other proof with the other sign: a mean over the batch moves to the other side of what is held
+        # against it.
+        times = LOUDER * (-1) ** (self.seed + 1)
+        return tensor if axis is None else louder(tensor, samples, axis, seed=self.seed, times=times)
 
     def looked_up_louder(self, samples: Sequence[int], keys: set[Any], rows: Tensor, ids: Tensor) -> Tensor:
         """Return looked-up rows made louder if their ids are among the inputs (`keys`: of memory), else as they are."""

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _torch, _tree
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.hooks import suspend_compiler
-from ghostclip.checks.batches import AlikeDraws, Batch, Randomness, WithoutDropout, louder, unnoticed
+from ghostclip.checks.batches import LOUDER, AlikeDraws, Batch, Randomness, WithoutDropout, louder, unnoticed
 from ghostclip.checks.dependence import Alike, alike, batch_axis_of, of_samples, rare_sample
 from ghostclip.checks.independence import TOLERANCE
 from ghostclip.checks.unchecked import LOOP, MOST_ALIKE, Unchecked
@@ -66,6 +66,8 @@ _MOST: Final = 4096
 _AHEAD: Final = 4
 # So many samples are replaced one at a time where a loop does not run with half of them.
 _ALONE: Final = 8
+# So many times as large samples are made where others stay: a threshold may lie on any side of them.
+_TIMES: Final = (LOUDER, -LOUDER, 1 / LOUDER**2)
 # So many times as far from what it is as with another record, what is kept is looked at.
 _FAR: Final = 64
 # Of longer rows so many entries are compared, and sums over all.
@@ -464,6 +466,7 @@ class LoopReplay:
         self._known = {} if values else record.known()
         self._base: list[Tensor] = []
         self._draws: AlikeDraws | None = None  # what gives all samples the same random numbers
+        self._times = LOUDER * (-1) ** (batch.seed + 1)
         self.has_run = False  # whether it ran with other samples
         self.is_all = False  # whether all that has samples is asked about
 
@@ -551,12 +554,12 @@ class LoopReplay:
         drawn, *halves = batch.replaced
         rare = rare_sample(self._alike)
         unlike = [(batch.others([rare]), ())] if rare >= 0 else []
-        many = [(drawn, ()), (batch.others(drawn), ()), *zip(halves, halves, strict=True), *unlike]
+        many = [(drawn, ()), (batch.others(drawn), ()), *((half, half) for half in halves for _ in _TIMES), *unlike]
         # One at a time where all others fail: a loop may go by the classes that there are.
         for number, (gone, loud) in enumerate((*many, *(([place], ()) for place in range(min(_ALONE, batch.size))))):
             if ran and number >= len(many):
                 return
-            rest = batch.others(gone)
+            rest, self._times = batch.others(gone), _TIMES[number % len(_TIMES)]
             try:
                 now = self._run(batch.copies(gone), whole, loud)
             except Exception:  # noqa: BLE001 - it may take no values of that size, or no fewer classes
@@ -633,7 +636,7 @@ class LoopReplay:
         tensors = {**self._tensors, **self.others} if others else self._tensors
         given = {n: of_samples(t, samples, axes[n]) if n in axes else t for n, t in tensors.items()}
         for number in axes if loud else ():
-            given[number] = louder(given[number], loud, axes[number], seed=self._batch.seed)
+            given[number] = louder(given[number], loud, axes[number], seed=self._batch.seed, times=self._times)
         given = {number: tensor.detach().requires_grad_(number in self._ends) for number, tensor in given.items()}
         written = any(call.writes for call in self._calls)
         values = {number: tensor.clone() for number, tensor in given.items()} if written else dict(given)
@@ -748,13 +751,8 @@ class Loop:
         if record is None or not self.is_on or forward.batch_size < 2:
             return
         self.record = record
-        # Others look at what is in the graph.
-        made = [
-            tensor
-            for tensor in inputs
-            if not tensor.requires_grad
-            and (record.made(tensor) or (self.kept.other_of(tensor) is not None and record.take(tensor)))
-        ]
+        kept = self.kept.other_of
+        made = [one for one in inputs if record.made(one) or (kept(one) is not None and record.take(one))]
         given = [tensor for tensor in inputs if self.is_drawn(tensor) and record.take(tensor)]
         replay = record.replay([*made, *given] if made else (), self._batch_of(forward))
         if replay is not None:

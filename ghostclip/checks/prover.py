@@ -16,7 +16,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ghostclip import _torch, _tree
 from ghostclip.capture import backward_entry
@@ -25,11 +24,11 @@ from ghostclip.capture.context import CaptureContext, ModuleCall, has_rows_of_sa
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.hooks import hooks_before_now
 from ghostclip.capture.inputs import as_flat, packed_inputs
-from ghostclip.capture.nodes import Edge, edge_of, under_checkpoint
+from ghostclip.capture.nodes import Edge, edge_of
 from ghostclip.capture.ranks import Exchanges, on_any, refuse_split_positions
 from ghostclip.capture.row_maps import FOLDED, WHOLE, RowMap, refuse_other_axis
 from ghostclip.capture.substitution import gradients_at
-from ghostclip.checks.batches import Batch, Randomness, resized
+from ghostclip.checks.batches import Batch, Randomness, resized, uncounted
 from ghostclip.checks.custom_backwards import (
     has_custom_backwards,
     is_linear,
@@ -740,10 +739,8 @@ def _unseen(capture: CaptureContext, call: ModuleCall, state: ModuleState | None
     # `state`: what the model is put back to; None for what it is now.
     state = state or _state_of(capture, call)
     randomness = Randomness(_used(capture, call))
-    # A checkpoint around the call counts what is saved in it.
-    uncounted = saved_tensors_hooks(lambda saved: saved, lambda saved: saved) if under_checkpoint() else nullcontext()
     try:
-        with _torch.without_parametrization_cache(), uncounted:
+        with _torch.without_parametrization_cache(), uncounted():
             yield
     finally:
         state.restore()

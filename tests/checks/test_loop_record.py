@@ -294,11 +294,19 @@ def test_losses_in_which_samples_meet_are_refused(name):
     assert training.optimizer.releases == 0
 
 
-@pytest.mark.parametrize("seed", [7, 11])
-def test_labels_above_a_mean_are_met_by_samples_that_move_it_far(seed):
+FAR = {
+    "labels above a mean": ([7, 11], lambda m, x, t, r: losses_of(m(x), t.where(r > r.mean(), 0 * t)).mean()),
+    "rare labels of the surest half": ([2, 8, 18, 28], lambda m, x, t, r: (
+        sure := m(x).detach().amax(1), losses_of(m(x), (t * (r > 1)).where(sure > sure.median(), 0 * t)),
+    )[1].mean()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name, (seeds, _) in FAR.items() for seed in seeds])
+def test_thresholds_are_met_by_samples_that_move_them_far(name, seed):
     training = _Training(seed)
     with pytest.raises(LossReductionError, match="half of the samples were replaced"):
-        training.step(lambda m, x, t, r: losses_of(m(x), t.where(r > r.mean(), 0 * t)).mean())
+        training.step(FAR[name][1])
     assert training.optimizer.releases == 0
 
 
