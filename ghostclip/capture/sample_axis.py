@@ -799,7 +799,7 @@ def only_sample(node: Any, output_nr: int, batch_size: int, is_output: Callable[
         if edge[0] is None or _name_of(edge[0]) == "AccumulateGrad":
             continue
         seen += 1
-        picked = _picked(*edge, batch_size)
+        picked = picked_entry(*edge, batch_size)
         if picked is not None:
             samples.add(picked)
         elif is_output(edge):
@@ -809,7 +809,7 @@ def only_sample(node: Any, output_nr: int, batch_size: int, is_output: Callable[
     return samples.pop() if len(samples) == 1 and not pending else None
 
 
-def _picked(node: Any, output_nr: int, batch_size: int) -> int | None:
+def picked_entry(node: Any, output_nr: int, batch_size: int) -> int | None:
     """Return the entry of an axis of B entries that a node picks: of any axis, or of a piece of the first one."""
     step, _ = _kinds.get(type(node)) or _kind_of(node)
     if step not in (_selected, _cut, _indexed, _chosen) or node.next_functions[0][0] is None:

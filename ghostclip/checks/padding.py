@@ -352,10 +352,16 @@ class Padding:
         for one, grad in zip(beyond, gradients(edges) if edges else (), strict=True):
             if grad is not None and one.reached_by(grad, forward.batch_size):
                 raise LossReductionError(_TAKEN_IN.format(count=one.count, own=_OWN))
+        rows, sizes = list[int](), set[int]()
         for number, path in enumerate(islice(paths, _WAYS)):
             taken = _taken(beyond, path.ends) if beyond else []
             sizes = {length for one in taken for length in (one.length, one.length - 1)} if taken else set[int]()
             self._refuse_divisors((number, *path.key), path, forward, sizes)
+            means = path.reduced[-1:] if path.loss is None and not path.picked else ()
+            rows += [step.count for step in means if step.kind == "mean" and len(step.sizes) == 1]
+        # Of rows that were cut to their own positions one may be as long as the longest, and not all.
+        if len(rows) > 1 and sizes.issuperset(rows) and forward.batch_size not in rows:
+            raise LossReductionError(_DIVIDED.format(how=f"a mean over {rows[0]} positions of each row", own=_OWN))
 
     def _refuse_divisors(self, key: Any, path: Path, forward: ForwardContext, sizes: set[int]) -> None:
         """Refuse a mean over, or division by, a number of positions that follows the batch."""

@@ -44,6 +44,7 @@ from ghostclip.clipping.loss_scale import (
     TOLERANCE,
     Counts,
     Scale,
+    added,
     check_shares,
     common_factors,
     constant_of,
@@ -52,6 +53,7 @@ from ghostclip.clipping.loss_scale import (
     loss_paths,
     picks_samples,
     remedy,
+    row_of,
     scale_of,
 )
 from ghostclip.errors import InvalidOptionError, LossReductionError
@@ -224,7 +226,7 @@ class LossExaminer:
             # Whatever its form is, and whatever it would mix.
             numbers = [number for path in path_groups.pop(key) for number in path.numbers]
             if forward.batch_size > 1 or not any(number.has_axes for number in numbers):
-                self._agree(key, [Scale(ANY, 0.0)])
+                self._agree(key, [Path()], [Scale(ANY, 0.0)], forward.batch_size)
         asks = self._evidence.must_prove_loss(roots[0], forward, is_scalar=True)
         asks = asks and (capture.gathering is None or capture.gathering.may_prove())
         if forward.batch_size > 1 and (asks or forward.unproven or self._is_new(path_groups, forward)):
@@ -276,7 +278,7 @@ class LossExaminer:
             placed = [_ending_at_rows(path, seen) for path in alike if not _adds_nothing(path)]
             scales = [self._scale(path, seen, forward, roots, grads) for path in placed]
             forms |= {scale.forms == SUM for scale in scales}
-            self._agree(key, scales)
+            self._agree(key, placed, scales, forward.batch_size)
         if len(forms) > 1:
             raise LossReductionError(
                 "one part of the loss is averaged over the samples and another is summed: norms of one would be off by "
@@ -284,11 +286,11 @@ class LossExaminer:
             )
         return True in forms
 
-    def _agree(self, key: _Key, scales: Sequence[Scale]) -> None:
+    def _agree(self, key: _Key, parallel_paths: Sequence[Path], scales: Sequence[Scale], batch_size: int) -> None:
         """Refuse a path whose scale differs from earlier steps; keep the forms that fit all of them."""
         seen = self._seen.setdefault(key, _Seen())
         forms = frozenset.intersection(*(scale.forms for scale in scales))
-        scale = Scale(forms, sum(scale.constant for scale in scales))
+        scale = Scale(forms, added(parallel_paths, [scale.constant for scale in scales], batch_size))
         seen.scale = scale if seen.scale is None else seen.scale.agreed(scale, reduction=self._reduction)
 
     def _refuse_changed_factors(self, path_groups: dict[_Key, list[Path]], forward: ForwardContext) -> None:
@@ -343,6 +345,9 @@ class LossExaminer:
     def _scale(self, path: Path, seen: _Seen, forward: ForwardContext, roots: Any, grads: Any) -> Scale:
         """Return the scale of one path, and refuse a mean whose divisor depends on other samples."""
         size, row_map, before = forward.batch_size, _now(path, seen.row_map, forward), seen.scale
+        if any(step.kind == "joined" for step in path.reduced) and (row := row_of(path, size)) is not None:
+            # Of a row that is put together with others, what lies below is one sample's.
+            row_map = RowMap("one", 0, torch.tensor([row]))
         counts = self._counts(is_new=before is None)
         counted = partial(counted_positions, path, row_map, size, roots=roots, grads=grads)
         scale = scale_of(

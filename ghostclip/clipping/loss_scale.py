@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import isfinite, prod
 from typing import Any, Final
 
@@ -22,7 +22,9 @@ from torch.autograd.graph import GradientEdge
 from ghostclip import _torch
 from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.nodes import shape_at
 from ghostclip.capture.row_maps import RowMap, samples_axis
+from ghostclip.capture.sample_axis import picked_entry
 from ghostclip.checks.linear_paths import Factors, Number, Path, ReducedAxes, grouped, looks_plain, paths
 from ghostclip.checks.losses import in_words
 from ghostclip.errors import LossReductionError
@@ -229,11 +231,40 @@ def loss_paths(losses_B: Tensor, parameters: frozenset[str]) -> dict[tuple[Any, 
     return grouped(path_list, parameters)
 
 
-def constant_of(parallel_paths: Iterable[Path], *, batch_size: int, axis: int, counts: Counts) -> float:
+def _refuse_uneven(path: Path, batch_size: int) -> None:
+    """Refuse a mean over values of single samples of which some have none, or more than others."""
+    for (node, number), piece in reversed([*pairwise((*path.passed(), path.ends[0]))]):
+        if node.name() in ("CatBackward0", "StackBackward0"):
+            dim = _torch.signed(_torch.saved(node, "dim"))
+            share = 1 if node.name().startswith("Stack") else (shape_at(piece) or (1,))[dim]
+            whole = (shape_at((node, number)) or (1,))[dim]
+            if whole != share * batch_size:
+                raise LossReductionError(not_over_samples(whole, batch_size))
+            return
+
+
+def added(parallel_paths: Sequence[Path], constants: Sequence[float], batch_size: int) -> float:
+    """Return the sum of the factors of paths to the same values; each sample's, where they lead to rows of samples."""
+    by_row: dict[int | None, float] = {}
+    for path, constant in zip(parallel_paths, constants, strict=True):
+        row = row_of(path, batch_size) if len(constants) > 1 else None
+        by_row[row] = by_row.get(row, 0.0) + constant
+    values = set(by_row.values())
+    return values.pop() if len(values) == 1 else sum(by_row.values())
+
+
+def row_of(path: Path, batch_size: int) -> int | None:
+    """Return which sample's row a path leads through, nearest to the model; None where it is through none."""
+    rows = (picked_entry(*edge, batch_size) for edge in reversed(path.passed()))
+    return next((row for row in rows if row is not None), None)
+
+
+def constant_of(parallel_paths: Sequence[Path], *, batch_size: int, axis: int, counts: Counts) -> float:
     """Return the constant factor of paths to the same values of losses, without sizes of one sample."""
     # Refused: multiplication by one tensor, as by a GradScaler, or a choice by one condition; and a number that looks
     # like a count of the batch. It may follow other samples, and clipping cannot undo it.
-    return sum(_path_constant(path, batch_size, axis, counts) if path.numbers else 1.0 for path in parallel_paths)
+    each = [_path_constant(path, batch_size, axis, counts) if path.numbers else 1.0 for path in parallel_paths]
+    return added(parallel_paths, each, batch_size)
 
 
 def _path_constant(path: Path, batch_size: int, axis: int, counts: Counts) -> float:
@@ -305,6 +336,8 @@ def scale_of(  # noqa: PLR0913 - what is known of a step and of those before
     is_mean = any(step.kind == "mean" for step in steps)
     if batch_size > 1 and is_mean and reduction == "sum":
         raise LossReductionError(_MEAN_AS_SUM)
+    if batch_size > 1 and is_mean and row_map.kind == "one":
+        _refuse_uneven(path, batch_size)
     numbers = [number for number in path.numbers if batch_size > 1 or not number.has_axes]
     sign = prod(-1 if number.given < 0 else 1 for number in numbers)
     readings = [(frozenset({"mean"} if is_mean else {"sum"}), numbers)]

@@ -107,6 +107,10 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mean(1)": lambda o, y, m: _tokens(o, y, m, ignoring=False).mean(1),
     "mean(1), ignoring": lambda o, y, m: _tokens(o, y, m, ignoring=True).mean(1),
     "masked mean(1)": lambda o, y, m: (_tokens(o, y, m, ignoring=False) * m).mean(1),
+    "rows, mean": lambda o, y, m: torch.stack([row.mean() for row in _tokens(o, y, m, ignoring=True)]),
+    "own rows, mean": lambda o, y, m: torch.stack(
+        [row[own > 0].mean() for row, own in zip(_tokens(o, y, m, ignoring=True), m, strict=True)]
+    ),
     "flat mean": lambda o, y, m: (
         functional.cross_entropy(o.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
     ),

@@ -65,6 +65,10 @@ def _cut(o, b, **options):
     return functional.cross_entropy(o.mT, b["short"], **options)
 
 
+def _own_rows(o, b):
+    return [each[mask > 0] for each, mask in zip(_each(o, b), b["mask"], strict=True)]
+
+
 def _flat(o, b, **options):
     return functional.cross_entropy(o.flatten(0, 1), b["y"].flatten(), **options)
 
@@ -136,6 +140,10 @@ ACCEPTED = {
     "weighted_sums": (_rows, lambda o, b: _ce(o, b, reduction="sum") - 0.5 * (1 + o - o.exp()).sum()),
     "sum_over_size_times_tenth": (_rows, lambda o, b: 0.1 * functional.mse_loss(o, b["z"], reduction="sum") / len(o)),
     "stacked_loop": (_tokens, lambda o, b: torch.stack([_ce(o[i], {"y": b["y"][i]}) for i in range(len(o))]).mean()),
+    "stacked_rows": (_tokens, lambda o, b: torch.stack([row.mean() for row in _own_rows(o, b)]).mean()),
+    "stacked_sums_of_rows": (_tokens, lambda o, b: torch.stack([row.sum() for row in _own_rows(o, b)]).mean()),
+    "joined_rows": (_tokens, lambda o, b: torch.cat(_own_rows(o, b)).sum() / len(o)),
+    "rows_in_a_loop": (_tokens, lambda o, b: sum(row.sum() for row in _own_rows(o, b)) / len(o)),
     "token_losses": (_tokens, lambda o, b: ghostclip.losses.token_losses(o, b["short"], shift=False).mean()),
 }
 
@@ -308,6 +316,22 @@ REFUSALS = {
     "mean_and_sum": (_rows, lambda o, b: _ce(o, b) + _ce(o, b, reduction="sum"), "averaged .* another is summed"),
     "part": (_rows, lambda o, b: _ce(o[:2], {"y": b["y"][:2]}), "part of it was left out"),
     "dropped": (_rows, lambda o, b: _each(o, b)[1:].mean(), "part of it was left out"),
+    "stacked_of_some": (
+        _tokens,
+        lambda o, b: torch.stack([_ce(o[i], {"y": b["y"][i]}) for i in range(len(o)) if b["mask"][i, 1] > 0]).mean(),
+        "mean over 2 values",
+    ),
+    "stacked_rows_of_some": (
+        _tokens,
+        lambda o, b: torch.stack([row.sum() for row in _own_rows(o, b) if len(row) > 1]).mean(),
+        "mean over 2 values",
+    ),
+    "stacked_one_twice": (
+        _rows,
+        lambda o, b: torch.stack([_ce(o[i], {"y": b["y"][i]}) for i in [0, *range(len(o))]]).mean(),
+        "mean over 6 values",
+    ),
+    "joined_mean": (_tokens, lambda o, b: torch.cat(_own_rows(o, b)).mean(), "mean over 8 values"),
     # Provable by nobody who sees the graph only.
     "scaled_by_tensor": (_rows, lambda o, b: _ce(o, b) * torch.tensor(65536.0), "GradScaler"),
     "sum_over_constant": (_rows, lambda o, b: _ce(o, b, reduction="sum") / 37, "divided by 37"),
