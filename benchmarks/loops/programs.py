@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from benchmarks.harness import short_line, write
 from benchmarks.loops.report import first_sentence
 from tests.loops.loop import Loop
-from tests.loops.models import functional, mlp
+from tests.loops.models import functional, mlp, tagger
 from tests.loops.oracle import measure
-from tests.loops.world import World
+from tests.loops.world import FEATURES, World
 
 # Inputs x (B, 4), targets y (B,) of three classes. What is on the left keeps records apart.
 _INPUTS = (
@@ -104,9 +104,146 @@ _ALL = (
         "{a}[{a}.detach() > {a}.detach().mean()].sum() / len(x)", "{a}.mean() + F.mse_loss({b}.mean(), {c}.mean())",
     ),
 )  # fmt: skip
+# What a loop keeps from one batch to the next: how it is kept, and how the next batch's losses {a} take it in.
+_KEPT = (
+    (
+        ("kept['n'] = kept.get('n', 0) + 1", "{a} * (1.0 if kept['n'] < 99 else 0.5)"),
+        ("w = [p.detach().clone() for p in model.parameters()]", "{a} + 0 * w[0].sum()"),
+        ("kept['last'] = {b}.detach().mean().item()", "{a} * 0.9"),
+        ("kept.setdefault('seen', []).append({b}.detach())", "{a}.tanh()"),
+    ),
+    (
+        ("m = kept.get('m', 0.5); kept['m'] = 0.9 * m + 0.1 * {b}.detach().mean()", "{a} * (1 + m)"),
+        ("m = kept.get('m', 0.5); kept['m'] = {b}.detach().max()", "{a} * ({a}.detach() < 0.9 * m)"),
+        ("m = kept.get('m', x[:1] * 0); kept['m'] = x.mean(0, keepdim=True)", "{a} * (1 + (x @ m.T).tanh()[:, 0])"),
+        ("m = kept.get('m', x[:1]); kept['m'] = x", "{a} + (x @ m.T).softmax(1).max(1).values * {a}"),
+        ("m = kept.setdefault('m', torch.zeros(3)); m.mul_(0.9).add_(y.bincount(minlength=3), alpha=0.1)",
+         "{a} * (1 + m[y])"),
+        ("m = kept.setdefault('m', {b}.detach().std(unbiased=False))", "{a} / (0.5 + m)"),
+        ("m = kept.get('m', {b}.detach()); kept['m'] = {b}.detach()", "{a} * (1 + m.topk(2).values.sum())"),
+        ("m = kept.get('m', {b}.detach()); kept['m'] = {b}.detach()", "torch.where({a} > m.median(), {a}, 0.5 * {a})"),
+        ("m = kept.setdefault('m', []); m.append({b}.detach().mean()); m = torch.stack(m).mean()", "{a} * (2 + m)"),
+        ("m = kept.setdefault('m', torch.zeros(3, 4)).clone(); kept['m'].index_copy_(0, y, x)", "{a} * (2 + x @ m[0])"),
+        ("m = kept.setdefault('m', {b}.detach().mean()); m.lerp_({b}.detach().mean(), 0.1)", "{a} - {a} * m.tanh()"),
+        ("m = kept.setdefault('m', torch.zeros(2)); m[1:] = {b}.detach().max()", "{a} * m.sum().add(1)"),
+    ),
+)  # fmt: skip
+# Tokens x (B, T), padded with zeros to the longest of the batch, a mask m and a class t of each token.
+_TOKENS = (
+    "F.cross_entropy({o}.transpose(1, 2), t, reduction='none')", "{o}.square().mean(-1)", "{o}.logsumexp(-1)",
+    "-{o}.log_softmax(-1).gather(-1, t[..., None]).squeeze(-1)",
+    "F.binary_cross_entropy_with_logits({o}[..., 0], t.double(), reduction='none')",
+)  # fmt: skip
+_TOKEN_WISE = (
+    (
+        "{l} * m", "{l}.masked_fill(~m, 0.0)", "{l} * m / m.sum(1, keepdim=True)", "{l}.cumsum(1)", "{l}.tanh()",
+        "{l} * (1 + 0.1 * t)", "{l} * torch.arange(1, 1 + x.shape[1]).rsqrt()", "{l} * (x != 1)",
+        "{l} - ({l} * m).sum(1, keepdim=True) / m.sum(1, keepdim=True)",
+    ),
+    (
+        "{l} / m.sum()", "{l} * m / m.sum(0).clamp(min=1)", "{l} * m.double().mean()", "{l} / x.shape[1]",
+        "{l} - ({l} * m).sum() / m.sum()", "{l} * torch.linspace(1, 0, x.shape[1])",
+        "{l} * (1 + t.flatten().bincount(minlength=2)[t])",
+        "{l} * ({l}.detach() > {l}.detach().mean())", "{l} * (x == x[:1])", "{l} / x.unique().numel()",
+        "{l} * m / m.sum(1).double().mean()", "{l} * (m.sum(1, keepdim=True) == m.sum(1).max())",
+        "{l} * (1 + (x == x.mode(0).values))", "{l} * m.any(0).sum()",
+    ),
+)  # fmt: skip
+_RECORD_WISE = (
+    (
+        "({l} * m).sum(1) / m.sum(1)", "({l} * m).sum(1)", "({l} * m).amax(1)",
+        "{l}[torch.arange(len(x)), m.sum(1) - 1]",
+        "({l} * m).sum(1) / 14", "torch.stack([r[k].mean() for r, k in zip({l}, m)])", "{l}[:, 0]",
+        "({l} * m).norm(dim=1)", "torch.zeros(len(x)).double().index_add(0, m.nonzero()[:, 0], {l}[m])",
+    ),
+    (
+        "{l}.mean(1)", "{l}.sum(1)", "({l} * m).sum(1) / x.shape[1]", "{l}[:, -1]", "{l}.amax(1)",
+        "torch.stack([r.mean() for r in {l}])",
+    ),
+)  # fmt: skip
+_TOKENS_ALL = (
+    (
+        "{r}.mean()", "{r}.mean()", "{r}.sum() / len(x)", "({l} * m).sum() / len(x)", "{l}[m].sum() / len(x)",
+        "F.cross_entropy({o}[m], t[m], reduction='sum') / len(x)", "({l} * m).sum() / (14 * len(x))",
+        "F.cross_entropy({o}.transpose(1, 2), t.masked_fill(~m, -100), reduction='sum') / len(x)",
+        "torch.cat([r[k] for r, k in zip({l}, m)]).sum() / len(x)", "sum(r[k].mean() for r, k in zip({l}, m)) / len(x)",
+    ),
+    (
+        "({l} * m).sum() / m.sum()", "{l}[m].mean()", "{l}.mean()", "({l} * m).mean()", "({l} * m).sum(1).max()",
+        "F.cross_entropy({o}.transpose(1, 2), t.masked_fill(~m, -100))", "F.cross_entropy({o}[m], t[m])",
+        "F.cross_entropy({o}.flatten(0, 1), t.flatten())", "(({l} * m).sum(0) / m.sum(0)).sum()",
+        "torch.cat([r[k] for r, k in zip({l}, m)]).mean()", "{l}[:, :3].mean()", "({l} * m).sum() / x.count_nonzero()",
+        "F.nll_loss({o}.log_softmax(-1).flatten(0, 1), t.masked_fill(~m, -1).flatten(), ignore_index=-1)",
+    ),
+)  # fmt: skip
+# Between an encoder and a head: hidden values {h} (B, 6).
+_HIDDEN = (
+    (
+        "{h} * 2", "F.normalize({h}, dim=1)", "{h} + x[:, :1]", "F.layer_norm({h}, (6,))", "{h}.flip(1)",
+        "{h} * (y > 0)[:, None]", "torch.cat([{h}[:2], {h}[2:]])", "{h} + {h}.detach().tanh()", "{h}.relu()",
+        "torch.stack([r * 2 for r in {h}])", "{h}.sort(1).values", "{h}.where({h} > 0.1, 0 * {h})",
+    ),
+    (
+        "{h} - {h}.mean(0)", "{h} - {h}.detach().mean(0)", "{h} / {h}.detach().std(0, unbiased=False).add(0.1)",
+        "{h}.roll(1, 0) * 0.3 + {h}", "{h} * ({h}.detach() > {h}.detach().mean())", "{h} @ ({h}.T @ {h})",
+        "({h} @ {h}.T).softmax(1) @ {h}", "{h} + {h}[:1]", "{h} * y.double().mean()", "{h}.cumsum(0)",
+        "{h} * (1 + {h}.detach().abs().max())", "torch.lerp({h}, {h}.flip(0), 0.2)", "{h} * (y == y[0])[:, None]",
+        "{h} + F.one_hot(y.mode().values, 6)", "{h}.index_add(0, torch.tensor([0]), {h}[1:2])",
+        "F.batch_norm({h}, None, None, training=True)", "{h}.masked_fill({h} < {h}.detach().median(), 0.0)",
+        "{h} * len(y[y == 0])", "{h}.detach() + {h} - {h}.detach().mean(0)",
+    ),
+)  # fmt: skip
+# Two views of each record in one forward: their outputs {o} and {p} (B, 3), to a number each.
+_VIEWS = (
+    (
+        "({o} - {p}).square().sum(1)", "F.cosine_similarity({o}, {p})", "({o} * {p}.detach()).sum(1)",
+        "F.kl_div({o}.log_softmax(1), {p}.softmax(1), reduction='none').sum(1)", "({o} + {p}).logsumexp(1)",
+        "F.cross_entropy({o} + {p}, y, reduction='none')", "torch.stack([{o}, {p}]).var(0).sum(1)",
+        "F.cross_entropy(torch.cat([{o}, {p}]), y.repeat(2), reduction='none').view(2, -1).mean(0)",
+    ),
+    (
+        "({o} @ {p}.T).logsumexp(1)", "({o} - {p}.flip(0)).square().sum(1)",
+        "({o} - {p}.detach().mean(0)).square().sum(1)",
+        "F.cross_entropy({o} @ {p}.T, torch.arange(len(x)), reduction='none')", "({o} * {p}).sum(1).softmax(0)",
+        "({o} * {p}.detach().roll(1, 0)).sum(1)", "(({o} - {o}.mean(0)) * ({p} - {p}.mean(0))).sum(1)",
+        "F.cross_entropy({o}, {p}.detach().div({p}.detach().sum(0)).softmax(1), reduction='none')",
+        "F.triplet_margin_loss({o}, {p}, {p}.roll(1, 0), reduction='none')",
+    ),
+)  # fmt: skip
+# What a frozen teacher says of a batch, and how its numbers q (B, 3) are taken into losses of outputs {o}.
+_TAUGHT = (
+    (
+        "with torch.no_grad(): q = teacher(x)", "with torch.inference_mode(): q = teacher(x * 0.9).softmax(1)",
+        "q = F.normalize(teacher(x).detach(), dim=1)", "q = teacher(x).detach().where(x[:, :1] > 0.5, 0.1)",
+        "q = F.one_hot(teacher(x).argmax(1), 3).double()", "q = teacher.eval()(x).detach()",
+    ),
+    (
+        "with torch.no_grad(): q = normalising(x)", "q = teacher(x).detach(); q = q - q.mean(0)",
+        "with torch.inference_mode(): q = teacher(x).softmax(0) * len(x)", "q = teacher(x - x.mean(0)).detach()",
+        "q = teacher(x).detach(); q = q / q.abs().max()", "q = teacher(x).detach().roll(1, 0)",
+        "q = teacher(x).detach(); q = (q.max(1).values > q.max(1).values.median()).double()[:, None].expand(-1, 3)",
+        "with torch.no_grad(): q = (teacher(x) / 0.1).exp(); q = q / q.sum(0); q = q / q.sum(1, keepdim=True)",
+        "with torch.no_grad(): q = teacher(x); q = q[torch.cdist(q, q).fill_diagonal_(9.0).argmin(1)]",
+        "with torch.no_grad(): q = teacher(x); q = q[y == y[0]].mean(0).expand(len(x), -1)",
+    ),
+)  # fmt: skip
+_LEARNS = (
+    "F.kl_div({o}.log_softmax(1), q.clone().softmax(1), reduction='none').sum(1)", "({o} * q.clone()).sum(1)",
+    "F.mse_loss({o}, q.clone(), reduction='none').mean(1)", "F.cosine_similarity({o}, q.clone(), dim=1)",
+)  # fmt: skip
 # What no engine sees in a step: factors that follow the batch's size or a number that was read, where no other batch
-# was met yet or a function that is not linear follows; inputs that stand beside other records' labels.
-_UNSEEN = ("* len(", "% 2 + 1", ".item()", "x.roll(1, 0)", "x = torch.cat([x[1:], x[:1]])")
+# was met yet or a function that is not linear follows; inputs that stand beside other records' labels; positions that
+# are weighed, or counted, by the length of the longest record and left out where they are padding.
+_UNSEEN = (
+    "* len(", "% 2 + 1", ".item()", "x.roll(1, 0)", "x = torch.cat([x[1:], x[:1]])", "linspace(1, 0, x.shape[1])",
+    "numel()", "/ x.shape[1]", "[:, -1]",
+)  # fmt: skip
+_MIXES = dict.fromkeys(
+    ("loop", "halves", "criterion"), ("nothing", "nothing", "inputs", "targets", "each", "each", "all")
+)
+_MIXES |= {"kept": ("nothing", "kept", "kept", "kept"), "tokens": ("nothing", "tokens", "records", "all")}
+_MIXES |= {"parts": ("nothing", "hidden"), "views": ("nothing", "views"), "taught": ("nothing", "taught", "taught")}
+_FRAMES = tuple(_MIXES)
 _LEFT_OUT = 4
 _DIGITS = 1e-7
 _BATCHES = ([0, 1, 2, 3, 4], [4, 9, 5, 6, 7, 8], [10, 14, 11, 12, 13], [19, 1, 2, 23, 20, 16, 3])
@@ -114,53 +251,102 @@ _BATCHES = ([0, 1, 2, 3, 4], [4, 9, 5, 6, 7, 8], [10, 14, 11, 12, 13], [19, 1, 2
 
 @dataclass(frozen=True)
 class Program:
-    """Statements that compute a loss of a model, inputs and targets."""
+    """Statements that compute a loss of a model, inputs and targets.
+
+    Attributes:
+        statements: Of Python.
+        frame: What stands around them: a "loop"; "halves" of each batch, added up; a "criterion" that the engine
+            knows; or a loop over "tokens" that are padded to the longest record of a batch.
+    """
 
     statements: tuple[str, ...]
+    frame: str = "loop"
 
     def compiled(self) -> Callable[[Any, Tensor, Tensor], Tensor]:
-        """The function of (model, x, y) that returns the loss."""
+        """The function of (model, x, y) that returns the loss; it keeps what it keeps until it is compiled again."""
         source = "\n    ".join(["def loss(model, x, y):", "if not len(x): return model(x).sum()", *self.statements])
-        names: dict[str, Any] = {"torch": torch, "F": functional}
+        torch.manual_seed(1)
+        frozen = nn.Linear(FEATURES, 3).double().requires_grad_(requires_grad=False)
+        normalising = nn.Sequential(frozen, nn.BatchNorm1d(3).double())
+        names: dict[str, Any] = {"torch": torch, "F": functional, "kept": {}, "teacher": frozen}
+        names["normalising"] = normalising.requires_grad_(requires_grad=False)
         exec(source, names)
         loss: Callable[[Any, Tensor, Tensor], Tensor] = names["loss"]
-        return loss
+        if self.frame != "criterion":
+            return loss
+
+        def of_outputs(model: Any, x: Tensor, y: Tensor) -> Tensor:
+            outputs = model(x)
+            return loss(lambda _: outputs, x, y)
+
+        return of_outputs
 
     def __call__(self, world: World) -> None:
         """Train for an epoch."""
-        loss, bare = self.compiled(), world.watch(mlp)
-        model, optimizer, loader = world.private(bare, torch.optim.SGD(bare.parameters(), lr=0.1), world.loader())
+        loss, bare = self.compiled(), world.watch(tagger if self.frame == "tokens" else mlp)
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+        if self.frame == "criterion":
+            return self._with_a_criterion(world, loss, bare, optimizer)
+        tokens = self.frame == "tokens"
+        loader = world.loader(world.tokens, collate_fn=_padded) if tokens else world.loader()
+        model, optimizer, loader = world.private(bare, optimizer, loader)
         for x, y in loader:
             optimizer.zero_grad()
-            loss(model, x, y).backward()
+            for part in (slice(0, None, 2), slice(1, None, 2)) if self.frame == "halves" else (slice(None),):
+                loss(model, x[part], y[part]).mean().backward()
+            optimizer.step()
+        return None
+
+    def _with_a_criterion(self, world: World, loss: Any, bare: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def criterion(outputs: Tensor, targets: Tensor) -> Tensor:
+            return loss(lambda _: outputs, targets[:, :FEATURES], targets[:, FEATURES].long())
+
+        model, optimizer, *known, loader = world.private(bare, optimizer, world.loader(), criterion=criterion)
+        for x, y in loader:
+            optimizer.zero_grad()
+            (known or [criterion])[0](model(x), torch.cat([x, y[:, None].double()], 1)).backward()
             optimizer.step()
 
     def keeps_apart(self) -> str:
         """Whether each record adds its own part, whatever others there are, to a "mean" or a "sum"; else ""."""
-        world, model, loss = World(), mlp(), self.compiled()
-        parts = {kind: _adds_up(model, loss, world, mean=kind == "mean") for kind in ("mean", "sum")}
+        tokens = self.frame == "tokens"
+        world, model = World(), tagger() if tokens else mlp()
+        records = (world.ids, world.mask) if tokens else (world.features, world.labels)
+        parts = {kind: self._adds_up(model, records, mean=kind == "mean") for kind in ("mean", "sum")}
         return next((kind for kind, adds_up in parts.items() if adds_up), "")
 
+    def _adds_up(self, model: nn.Module, records: tuple[Tensor, Tensor], *, mean: bool) -> bool:
+        """Whether what a record adds to the gradient is the same with and without another one, here or before."""
+        parameters = list(model.parameters())
 
-def _adds_up(model: nn.Module, loss: Callable[..., Tensor], world: World, *, mean: bool) -> bool:
-    """Whether what a record adds to the gradient is the same with and without another one."""
-    parameters = list(model.parameters())
+        def gradient(rows: list[int], before: list[int]) -> Tensor:
+            torch.manual_seed(0)
+            loss = self.compiled()
+            for batch in (before, rows):
+                x, y = _padded([(records[0][row], records[1][row]) for row in batch])
+                value = loss(model, x, y).mean()
+            grads = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+            return torch.cat([grad.reshape(-1) for grad in grads]) * (len(rows) if mean else 1)
 
-    def gradient(records: list[int]) -> Tensor:
-        torch.manual_seed(0)
-        value = loss(model, world.features[records], world.labels[records])
-        grads = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
-        return torch.cat([grad.reshape(-1) for grad in grads]) * (len(records) if mean else 1)
-
-    for batch in _BATCHES:
-        whole = gradient(batch)
-        for one, two in ((batch[0], batch[1]), (batch[2], batch[4]), (batch[1], batch[3])):
-            without = [record for record in batch if record != one]
-            rest = [record for record in batch if record != two]
-            with_it, alone = whole - gradient(without), gradient(rest) - gradient([r for r in rest if r != one])
-            if float((with_it - alone).norm()) > _DIGITS * float(with_it.norm() + whole.norm() + 1e-3):
+        for batch, before in zip(_BATCHES, (*_BATCHES[1:], _BATCHES[0]), strict=True):
+            whole = gradient(batch, before)
+            digits = _DIGITS * float(whole.norm() + 1e-3)
+            if any(float((gradient(batch, before[:n] + before[n + 1 :]) - whole).norm()) > digits for n in range(2)):
                 return False
-    return True
+            for one, two in ((batch[0], batch[1]), (batch[2], batch[4]), (batch[1], batch[3])):
+                without, rest = ([record for record in batch if record != left] for left in (one, two))
+                with_it = whole - gradient(without, before)
+                alone = gradient(rest, before) - gradient([r for r in rest if r != one], before)
+                if float((with_it - alone).norm()) > digits + _DIGITS * float(with_it.norm()):
+                    return False
+        return True
+
+
+def _padded(records: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A batch; tokens are cut to the longest record."""
+    x, y = (torch.stack(values) for values in zip(*records, strict=True))
+    longest = int(y.sum(1).max()) if y.dtype == torch.bool else None
+    return (x, y) if longest is None else (x[:, :longest], y[:, :longest])
 
 
 class _Author:
@@ -169,17 +355,39 @@ class _Author:
     def __init__(self, seed: str) -> None:
         self._chance = random.Random(seed)
         self._statements: list[str] = []
-        self._mixes = self._chance.choice(["nothing", "nothing", "inputs", "targets", "each", "each", "all"])
+        self._frame = self._chance.choice(_FRAMES)
+        self._mixes = self._chance.choice(_MIXES[self._frame])
 
     def program(self) -> Program:
         """Write it."""
+        if self._frame == "tokens":
+            return self._of_tokens()
+        if self._frame == "taught":
+            self._statements.append(self._pick(_TAUGHT, "taught"))
+            value = self._name(self._chance.choice(_LEARNS).format(o=self._matrix()))
+            return Program((*self._statements, f"return {value}.mean()"))
+        if self._frame == "views":
+            self._statements.append("o, p = model(torch.cat([x, x * 1.1 + 0.1])).chunk(2)")
+            value = self._name(self._pick(_VIEWS, "views").format(o="o", p="p"))
+            return Program((*self._statements, f"return {value}.mean()"))
         for name, table, what in (("x", _INPUTS, "inputs"), ("y", _TARGETS, "targets")):
             if self._mixes == what or self._chance.random() < 0.3:
                 self._statements.append(f"{name} = {self._pick(table, what)}")
         last = self._pick(_ALL, "all").format(a=self._each(), b=self._each(), c=self._number(), m=self._matrix())
-        return Program((*self._statements, f"return {last}"))
+        frame = "loop" if self._frame in ("kept", "parts") else self._frame
+        return Program((*self._statements, f"return {last}"), frame)
 
-    def _pick(self, table: tuple[Sequence[str], Sequence[str]], what: str) -> str:
+    def _of_tokens(self) -> Program:
+        self._statements.append("m, t = y, (x > 6).long()")
+        scores = self._name("model(x)")
+        tokens = self._name(self._chance.choice(_TOKENS).format(o=scores))
+        for _ in range(self._chance.randrange(2) + (self._mixes == "tokens")):
+            tokens = self._name(self._pick(_TOKEN_WISE, "tokens").format(l=tokens))
+        records = self._name(self._pick(_RECORD_WISE, "records").format(l=tokens))
+        last = self._pick(_TOKENS_ALL, "all").format(l=tokens, o=scores, r=records)
+        return Program((*self._statements, f"return {last}"), "tokens")
+
+    def _pick(self, table: tuple[Sequence[Any], Sequence[Any]], what: str) -> Any:
         mixes, self._mixes = self._mixes == what, "nothing" if self._mixes == what else self._mixes
         return self._chance.choice(table[mixes])
 
@@ -191,6 +399,10 @@ class _Author:
         return self._name(self._chance.choice(_NUMBERS))
 
     def _matrix(self) -> str:
+        if self._frame == "parts":
+            hidden = self._name("model[:2](x)")
+            hidden = self._name(self._pick(_HIDDEN, "hidden").format(h=hidden))
+            return self._name(f"model[2]({hidden})")
         name = self._name(self._chance.choice(_OUTPUTS))
         return self._name(self._chance.choice(_ROWS).format(a=name)) if self._chance.random() < 0.4 else name
 
@@ -199,6 +411,11 @@ class _Author:
         for _ in range(self._chance.randrange(3) + (self._mixes == "each")):
             other = self._name(self._chance.choice(_LOSSES).format(a=self._matrix()))
             name = self._name(self._pick(_EACH, "each").format(a=name, b=other, c=self._number()))
+        if self._frame == "kept":
+            other = self._name(self._chance.choice(_LOSSES).format(a=self._matrix()))
+            kept, taken = self._pick(_KEPT, "kept")
+            self._statements.append(kept.format(a=name, b=other))
+            name = self._name(taken.format(a=name))
         return name
 
 
@@ -224,7 +441,7 @@ def try_programs(
         kind, text = outcome.outcome, "; ".join(program.statements)
         if kind == "wrong":
             kind = "exact in part" if not problems else "out of sight" if any(s in text for s in _UNSEEN) else "wrong"
-        rows.append({"number": number, "apart": apart, "outcome": kind, "problems": problems})
+        rows.append({"number": number, "apart": apart, "outcome": kind, "problems": problems, "frame": program.frame})
         rows[-1] |= {"message": outcome.message, "program": text}
         say(f"{number}: {'apart' if apart else 'mixed'}, {kind}")
     report |= {"seed": seed, "count": count, "seconds": time.monotonic() - begun, "programs": rows}
@@ -252,7 +469,7 @@ def markdown(report: dict[str, Any]) -> str:
         *[f"| {apart} | {outcome} | {number} |" for (apart, outcome), number in sorted(counts.items())],
         "\n## Wrong\n",
         *listed(lambda row: row["outcome"] == "wrong"),
-        "\n## Out of sight: by the batch's size, by a number that was read, or beside other records' labels\n",
+        "\n## Out of sight: by the batch's size or length, by a number that was read, or beside others' labels\n",
         *listed(lambda row: row["outcome"] == "out of sight"),
         "\n## Mixed by autograd, and exact in these batches\n",
         *listed(lambda row: not row["apart"] and row["outcome"] == "exact"),
