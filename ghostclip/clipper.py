@@ -332,8 +332,8 @@ class GhostClipper:
         if forward.batch_size > 1 and not forward.consumed:
             device = loss.device.type
             cast = torch.get_autocast_dtype(device) if _torch.autocast_is_on(device) else None
-            is_drawn = self._evidence.loop.is_drawn
-            known = KnownLoss(function, args, kwargs, criterion, loss.grad_fn, not loss.dim(), device, cast, is_drawn)
+            drawn = self._evidence.loop.drawn_with
+            known = KnownLoss(function, args, kwargs, criterion, loss.grad_fn, not loss.dim(), device, cast, drawn)
             forward.losses.append(known)
 
     def _examine_losses(self, loss_B: Tensor) -> None:
@@ -618,7 +618,7 @@ class GhostClipper:
         """
         self._capture.note_inputs = notes
         loop = self._evidence.loop
-        loop.is_drawn, notes.on_batch, notes.on_end = notes.is_drawn, loop.take_batch, loop.rest
+        loop.drawn_with, notes.on_batch, notes.on_end = notes.drawn_with, loop.take_batch, loop.rest
 
     def note_padding(self, padded: Sequence[Padded]) -> None:
         """Let forwards be proved of the axes along which batches are padded to their longest record.

@@ -76,8 +76,8 @@ class InputNotes(Protocol):
     def hand_on(self, output: Tensor) -> None:
         """Note a tensor that a forward returns."""
 
-    def is_drawn(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is known to be of a batch that was drawn."""
+    def drawn_with(self, tensor: Tensor) -> int:
+        """Return how many records a batch has that a tensor is known to be of; 0 where it is of none."""
 
     def join(self, forwards: Sequence[Any]) -> Any:
         """Return a note on a backward from those on the forwards behind it."""

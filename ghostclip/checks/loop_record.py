@@ -18,13 +18,15 @@ Shape letter: B samples.
 """
 
 import atexit
+import random
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import compress, starmap
+from itertools import compress, product, starmap
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -114,7 +116,7 @@ class _Given(NamedTuple):
 
     tensor: Tensor  # or a copy from before it was written to
     version: int
-    is_drawn: bool  # whether it is known to be of a batch
+    drawn: int  # records of the batch that it is known to be of; 0 where it is of none
     other: Tensor | None  # what it would be with another record in an earlier batch, if it is known to be of one
     is_made: bool  # whether it was made of no data: noise, constants, places
 
@@ -265,12 +267,12 @@ class LoopRecord(TorchFunctionMode):
             makes, kind = [self.number_of(value) for value in made], _device_of(made)
             part = not writes and takes.isdisjoint(makes) and self._hands_on(func, args, made)
             # A loop that goes through a batch in parts has the records of one in what the model is called with.
-            self._put(made if part else (), is_drawn=True)
+            self._put(made if part else (), drawn=1)
             cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
             self.calls.append(_Call(func, arguments, takes, makes, graded, (kind, cast), writes, part))
             self._outside.update(() if graded else makes)
         elif not takes and getattr(func, "__name__", "") in _MAKES:
-            self._put(made, is_drawn=False, is_made=True)
+            self._put(made, drawn=0, is_made=True)
         self._is_open = self._last < _MOST
         return result
 
@@ -281,7 +283,7 @@ class LoopRecord(TorchFunctionMode):
             return False
         is_part = name != "__getitem__" or isinstance(index, slice)
         given = self.given[self.number_of(source)]
-        is_drawn = given.is_drawn and given.other is None
+        is_drawn = given.drawn > 0 and given.other is None
         return is_part and is_drawn and all(one.shape[1:] == source.shape[1:] for one in made)
 
     def _noted(self, leaf: Any) -> Any:
@@ -302,20 +304,21 @@ class LoopRecord(TorchFunctionMode):
         return self._is_given(tensor)
 
     def _give(self, tensor: Tensor) -> None:
-        is_drawn = (loop := self._loop()) is not None and loop.is_drawn(tensor)
-        self._put([tensor], is_drawn=is_drawn, other=None if loop is None else loop.kept.other_of(tensor))
+        loop = self._loop()
+        drawn, other = (0, None) if loop is None else (loop.drawn_with(tensor), loop.kept.other_of(tensor))
+        self._put([tensor], drawn=drawn, other=other)
 
     def _put(
-        self, tensors: Iterable[Tensor], *, is_drawn: bool, other: Tensor | None = None, is_made: bool = False
+        self, tensors: Iterable[Tensor], *, drawn: int, other: Tensor | None = None, is_made: bool = False
     ) -> None:
         for one in tensors:
-            self.given[self.number_of(one)] = _Given(one, _torch.known_version(one), is_drawn, other, is_made)
+            self.given[self.number_of(one)] = _Given(one, _torch.known_version(one), drawn, other, is_made)
 
     def _take_gradients(self, inputs: Any, grads: Any) -> Any:
         """Take in gradients, which are of a batch unless they are those of parameters; return them."""
         for one, grad in zip(_tree.leaves(inputs), grads if isinstance(grads, tuple) else (grads,), strict=False):
             if isinstance(grad, Tensor) and not isinstance(one, torch.nn.Parameter):
-                self._put([grad], is_drawn=True)
+                self._put([grad], drawn=1)
         return grads
 
     def _copy(self, tensor: Tensor) -> None:
@@ -401,7 +404,7 @@ def _may_be_whole(given: _Given) -> bool:
     # What is in the graph was computed from the samples; class labels come more than once.
     tensor = given.tensor
     differ = tensor.is_floating_point() or len(tensor.unique()) == tensor.numel()
-    return differ and not tensor.requires_grad and not given.is_drawn
+    return differ and not tensor.requires_grad and not given.drawn
 
 
 def _as_it_is(leaf: Any) -> Any:
@@ -449,6 +452,10 @@ class LoopReplay:
         # Of what has samples, the axis: parameters have none.
         axes = {n: None if t.is_leaf and t.requires_grad else axis_of(t) for n, t in self._tensors.items()}
         self._axes = {number: axis for number, axis in axes.items() if axis is not None}
+        # Tensors of the draw, of so many records, that these samples are a part of.
+        self._drawn = next((one.drawn for one in noted.values() if one.drawn > batch.size), 0)
+        drawn = (n for n, one in noted.items() if one.drawn == self._drawn > 0)
+        self._of_draw = {n: batch.axis for n in drawn if self._drawn in self._tensors[n].shape[batch.axis :][:1]}
         self._ends = [n for n, tensor in self._tensors.items() if tensor.requires_grad and not tensor.is_leaf]
         self._compared = [*map(axis_of, roots), *(axes[number] for number in self._ends)]
         self.others = {n: one.other for n, one in noted.items() if one.other is not None}  # of an earlier batch
@@ -480,12 +487,45 @@ class LoopReplay:
 
     def mixes(self) -> bool:
         """Return whether samples follow each other, as far as it is known."""
-        return self._look(self._changes)
+        return self._look(self._changes) or self._blends()
+
+    def _blends(self) -> bool:
+        """Return whether samples follow several records of the draw that they are a part of, as far as it is known."""
+        if not (self._of_draw and self._is_whole):
+            return False
+        draw = copy(self)
+        draw._axes, draw._whole, draw._batch = self._of_draw, [], replace(self._batch, size=self._drawn)
+        if not draw._look(draw._are_of_neither):
+            return False
+        draw._draws = AlikeDraws(self._batch.axis)
+        with WithoutDropout():
+            return draw._look(draw._are_of_neither)
+
+    def _are_of_neither(self, _: Sequence[int]) -> bool:
+        """Return whether copies of two records make a sample that copies of neither alone make."""
+        # So it is found in whatever part of a draw, and in whatever order, samples are.
+        size, rare = self._batch.size, rare_sample(self._alike)
+        first, places = int(rare == 0), random.Random(self._batch.seed).sample(range(size), size // 2)
+        for second, loud in product({rare % size, size // 2} - {first}, ((), places)):
+            both = self._run([second if place in places else first for place in range(size)], (), loud)
+            ones = self._run(size * [first], ()), self._run(size * [second], (), loud and range(size))
+            if not bool(torch.stack([self._equal_rows(both, one) for one in ones]).any(0).all()):
+                return self._draws is None or all(type(one) is tuple for one in self._draws.seen)
+        return False
+
+    def _equal_rows(self, values: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+        """Return which samples have the same values, up to rounding."""
+        equal = []
+        for one, other, axis in zip(values, others, self._compared, strict=True):
+            if axis is not None:
+                least = self._tolerance * float(_largest(one.nan_to_num()))
+                equal.append(torch.isclose(one, other, rtol=0.0, atol=least, equal_nan=True).all(1))
+        return torch.stack(equal).all(0)
 
     def fate(self) -> str:
         """Return what became of samples: "mixed", "moved" to other places, or nothing that shows."""
         if not self._look(self._changes):
-            return ""
+            return "mixed" if self._blends() else ""
         # Random numbers belong to places: where samples may have moved, all get the same ones.
         self._draws = AlikeDraws(self._batch.axis)
         with WithoutDropout():
@@ -682,7 +722,8 @@ class Loop:
     """What a loop does around the forwards of one model that are asked about."""
 
     def __init__(self, unchecked: Unchecked, *, is_on: bool) -> None:
-        self.is_drawn: Callable[[Tensor], bool] = lambda tensor: False  # whether a tensor is known to be of a batch
+        # How many records were drawn with a tensor.
+        self.drawn_with: Callable[[Tensor], int] = lambda tensor: 0
         self._is_in_order = True  # whether what a model was given since then had samples where the batch had them
         self.is_on = is_on
         self._unchecked = unchecked
@@ -753,7 +794,7 @@ class Loop:
         self.record = record
         kept = self.kept.other_of
         made = [one for one in inputs if record.made(one) or (kept(one) is not None and record.take(one))]
-        given = [tensor for tensor in inputs if self.is_drawn(tensor) and record.take(tensor)]
+        given = [tensor for tensor in inputs if self.drawn_with(tensor) and record.take(tensor)]
         replay = record.replay([*made, *given] if made else (), self._batch_of(forward))
         if replay is not None:
             replay.is_all = len(made) + len(given) == len(inputs)

@@ -99,7 +99,7 @@ class KnownLoss:
     is_scalar: bool  # whether it was one for all
     device: str  # the type of its device
     cast: torch.dtype | None  # of autocast, where it was on
-    is_drawn: Callable[[Tensor], bool]  # whether a tensor is known to be of a batch
+    drawn_with: Callable[[Tensor], int]  # how many records a batch has that a tensor is known to be of
 
     def alike(self, batch_size: int, axis: int) -> list[Alike]:
         """Return how many samples are alike in each argument."""
@@ -193,7 +193,7 @@ class KnownLoss:
         whole, given = [], _tree.tensors((self.args, self.kwargs))
         for own, leaf in zip(given, _tree.tensors(batch.inputs), strict=True):
             axis = batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis)
-            if axis is None or leaf.requires_grad or self.is_drawn(own):
+            if axis is None or leaf.requires_grad or self.drawn_with(own):
                 continue
             try:
                 run(replace(batch, inputs=_with_whole(batch.inputs, [leaf])).of_samples(batch.subset))

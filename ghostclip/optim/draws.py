@@ -196,10 +196,10 @@ class HandedOut:
     def __init__(self) -> None:
         # By the tensor's `id`, with its version then: what is written into it later may be of any draw. What they are
         # views of stands for them. What is handed out with several draws is of none: constants, a tensor of all data.
-        self._of: dict[int, tuple[weakref.ref[Tensor], int | None, int]] = {}
+        self._of: dict[int, tuple[weakref.ref[Tensor], Draw | None, int]] = {}
         self._most = 64
 
-    def note(self, tensors: Iterable[Tensor], number: int) -> None:
+    def note(self, tensors: Iterable[Tensor], draw: Draw) -> None:
         """Note tensors of a draw."""
         if len(self._of) > self._most:
             self._of = {key: one for key, one in self._of.items() if one[0]() is not None}
@@ -210,11 +210,11 @@ class HandedOut:
             for source in (tensor, _torch.base_of(tensor)):
                 if source is not None:
                     before = self._of.get(id(source))
-                    again = before is not None and before[0]() is source and before[1] != number
-                    self._of[id(source)] = weakref.ref(source), None if again else number, _torch.version(source)
+                    again = before is not None and before[0]() is source and before[1] != draw
+                    self._of[id(source)] = weakref.ref(source), None if again else draw, _torch.version(source)
 
-    def draw_of(self, tensor: Tensor) -> int | None:
-        """Return the number of the draw that a tensor, or what it is a view of, was handed out with."""
+    def draw_of(self, tensor: Tensor) -> Draw | None:
+        """Return the draw that a tensor, or what it is a view of, was handed out with."""
         for source in (tensor, _torch.base_of(tensor)):
             noted = self._of.get(id(source))
             if source is not None and noted is not None and noted[0]() is source:
@@ -294,7 +294,7 @@ class DrawLog:
         """Note the tensors of a batch, or of a part of one, of the draw that was handed out last."""
         if self.claimed and self._delivered and self._delivered <= len(self._draws):
             tensors = _tree.tensors(batch, into_objects=_INTO_OBJECTS)
-            self._handed_out.note(tensors, self._draws[self._delivered - 1].number)
+            self._handed_out.note(tensors, self._draws[self._delivered - 1])
             if self.on_batch is not None:
                 self.on_batch()
 
@@ -303,20 +303,21 @@ class DrawLog:
         if self.on_end is not None:
             self.on_end()
 
-    def is_drawn(self, tensor: Tensor) -> bool:
-        """Return whether a tensor was handed out with a draw."""
-        return self._handed_out.draw_of(tensor) is not None
+    def drawn_with(self, tensor: Tensor) -> int:
+        """Return how many records were drawn, for this rank, with a tensor; 0 where it is of no draw."""
+        draw = self._handed_out.draw_of(tensor)
+        return 0 if draw is None else draw.rows
 
     def note(self, tensors: Sequence[Tensor], rows: int) -> NotedInputs:
         """Return what is known of a forward's inputs."""
-        numbers, carried = [self._handed_out.draw_of(tensor) for tensor in tensors], set[int]()
+        draws, carried = [self._handed_out.draw_of(tensor) for tensor in tensors], set[int]()
         made: Mapping[Any, tuple[int | None, int]] = self._made or {}
         for tensor in tensors if made else ():
             if type(tensor) is Tensor and tensor.layout is torch.strided:
                 due, version = made.get(tensor.untyped_storage(), (None, 0))
                 if due is not None and due != self.next_number and version == _torch.version(tensor):
                     carried.add(due)
-        known = frozenset([number for number in numbers if number is not None])
+        known = frozenset([draw.number for draw in draws if draw is not None])
         return NotedInputs(known, tensors, rows, carried=frozenset(carried))
 
     def hand_on(self, output: Tensor) -> None:

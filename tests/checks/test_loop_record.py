@@ -23,7 +23,7 @@ import ghostclip
 from ghostclip import _torch
 from ghostclip.checks.unchecked import LOOP
 from ghostclip.data.physical_batches import BatchMemoryManager
-from ghostclip.errors import LossReductionError, SampleMixingError
+from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError
 from tests.checks.test_criterion import BATCH, FOLLOW, OWN, C, losses_of
 from tests.process_group import process_group
 
@@ -382,6 +382,33 @@ def test_a_batch_that_a_loop_goes_through_in_parts_is_looked_at_in_parts(name):
         step(_Training(), lambda m, x, t: losses_of(m(0.7 * x + 0.3 * x.flip(0)), t))
     with pytest.raises(LossReductionError, match="half of the samples were replaced"):
         step(_Training(), lambda m, x, t: losses_of(m(x), t) * (1 / t.bincount(minlength=C))[t])
+
+
+# What a loop makes of inputs (B, 4) and classes (B,) before it goes through them in parts: those, and weights.
+BEFORE_PARTS = {
+    "centred": lambda x, t: (x - x.mean(0), t, x[:, 0]),
+    "centred in place": lambda x, t: (_in_place(x, lambda x: x.sub_(x.mean(0))), t, torch.ones(len(x))),
+    "mixup": lambda x, t: (0.7 * x + 0.3 * x[torch.randperm(len(x))], t, torch.ones(len(x))),
+    "one scale of weights": lambda x, t: (x, t, x[:, 0] / x[:, 0].max()),
+    "counts": lambda x, t: (x, t, (1 / t.bincount(minlength=C))[t]),
+    "its own": lambda x, t: (x / x.norm(dim=1, keepdim=True), t.clamp(max=1), x[:, 0].abs()),
+    "sorted": lambda x, t: (x[x[:, 0].argsort()], t[x[:, 0].argsort()], x[:, 0].sort().values),
+    "other order, and noise": lambda x, t: ((x + 0.1 * torch.randn_like(x)).flip(0), t.flip(0), x[:, 0].flip(0)),
+}
+KEEP_APART = ("its own", "sorted", "other order, and noise")
+
+
+@pytest.mark.filterwarnings("ignore:.*backward passes")
+@pytest.mark.parametrize("name", BEFORE_PARTS)
+def test_what_is_computed_over_a_batch_before_it_goes_through_in_parts_is_looked_at(name):
+    training, apart = _Training(), name in KEEP_APART
+    with nullcontext() if apart else pytest.raises(GhostClipError, match=r"half of the samples|one sample's rows"):
+        for x, t, _ in training.loader:
+            training.optimizer.zero_grad()
+            for part in zip(*(one.split(BATCH // 2) for one in BEFORE_PARTS[name](x, t)), strict=True):
+                ((losses_of(training.model(part[0]), part[1]) * part[2]).mean() / 2).backward()
+            training.optimizer.step()
+    assert training.optimizer.releases == (3 if apart else 0)
 
 
 class _Keeps:
