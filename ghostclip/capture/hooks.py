@@ -248,7 +248,9 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
         handle = original(tensor, hook)
         node: Any = tensor.grad_fn
         if node is not None:
-            _by_others[0] += not str(getattr(hook, "__module__", "")).startswith("ghostclip.")
+            # Fabric's on outputs looks at no gradient, only at who began the backward.
+            module = str(getattr(getattr(hook, "func", hook), "__module__", ""))
+            _by_others[0] += not module.startswith(("ghostclip.", "lightning.fabric.", "lightning_fabric."))
             # Weakly: a hook that refers to its own tensor would otherwise keep the graph for good.
             node.metadata.setdefault(_NOTES, []).append(handle.hooks_dict_ref)
         return handle

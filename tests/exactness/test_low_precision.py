@@ -109,6 +109,22 @@ def test_equal_samples_under_autocast_add_the_same_whatever_their_number(how, st
     assert whole_norm(sums[0]).item() >= 0.99 * size * bound
 
 
+@pytest.mark.integration
+def test_so_they_do_in_fabric_whose_hook_on_outputs_looks_at_no_gradient():
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    size, bound, sums = 256, 0.5, []
+    torch.manual_seed(1)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10)), torch.randn(1, 16)
+    with GhostClipper(model, max_grad_norm=bound) as clipper:
+        for count in (size, size - 1):
+            output = fabric.setup_module(model)(x.expand(count, 16).clone())
+            fabric.backward(nn.functional.cross_entropy(output, torch.zeros(count).long()))
+            sums.append(_sum(clipper, model))
+            clipper.reset()
+    assert whole_norm({name: sums[0][name] - sums[1][name] for name in sums[0]}).item() <= bound * (1 + 1e-5)
+    assert whole_norm(sums[0]).item() >= 0.99 * size * bound
+
+
 class _Elsewhere:
     """Gradients of a loss that are not the private model's."""
 
