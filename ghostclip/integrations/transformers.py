@@ -314,8 +314,9 @@ class DPTrainer(Trainer):
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
             if not type(self).compute_loss.__module__.startswith("ghostclip."):
-                # A subclass of the user's computes the loss.
-                self._releasing.clipper.know_loss(loss, self._unseen_loss, (model, batch), {}, criterion=self.model)
+                # A subclass of the user's computes the loss, with a model that accelerate runs under autocast.
+                with self.accelerator.autocast():
+                    self._releasing.clipper.know_loss(loss, self._unseen_loss, (model, batch), {}, criterion=self.model)
         losses, self._losses = self._losses, None
         if losses is not None and losses[1] is loss and losses[2] == _torch.version(loss):
             self._releasing.clipper.backward(losses[0])
