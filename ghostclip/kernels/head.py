@@ -29,18 +29,17 @@ from ghostclip.kernels.bounds import (
     Unfinished,
     block_norms,
     dots,
-    error_of_raised,
     finished_one,
+    formed_error,
     masses,
     position_norms,
     product_norms,
     root_of_squares,
     sum_of_squares,
-    sum_rounding,
     unit_roundoff,
     widened,
 )
-from ghostclip.kernels.gram import WORKSPACE
+from ghostclip.kernels.gram import FEWEST_SEEN, WORKSPACE
 from ghostclip.kernels.outer import weighted_sum
 
 ROWS: Final = 1024
@@ -174,7 +173,9 @@ def gradient_tiles(tokens: Tokens, table: Table, columns: int) -> Iterator[tuple
     weights = _weights(Tokens(x_RI, label_R, tokens.lse_BT.flatten(), tokens.grad_BT.flatten()), form)
     for tile in columns_of(vocabulary, columns):
         z_RK, capped_RK = _scores(x_RI, table, tile)
-        p_RK = _probabilities(z_RK, weights)
+        p_RK = z_RK.sub_(weights.lse).exp_()
+        if weights.share is not None:
+            p_RK *= weights.share
         if form.smoothing:
             p_RK -= form.smoothing / vocabulary
         place_R1, inside_R = _places(label_R, tile)
@@ -199,12 +200,6 @@ def _weights(tokens: Tokens, form: Form) -> _Weights:
     share = (1 + 2 * form.z_loss * tokens.lse_BT).where(counts, 1.0).unsqueeze(-1) if form.z_loss else None
     lse = tokens.lse_BT.where(counts, torch.inf).unsqueeze(-1)
     return _Weights(lse, share, (tokens.grad_BT * form.scale).where(counts, 0.0).unsqueeze(-1))
-
-
-def _probabilities(z: Tensor, weights: _Weights) -> Tensor:
-    """Return probabilities times their factor, in the memory of ``z``."""
-    p = z.sub_(weights.lse).exp_()
-    return p if weights.share is None else p.mul_(weights.share)
 
 
 class Collector(ABC):
@@ -398,9 +393,6 @@ LARGEST: Final = 4 * WORKSPACE
 SUBTILE: Final = WORKSPACE // 4
 """Elements of gradients that are formed at a time."""
 
-_SEEN: Final = 8
-"""Positions from which on a diagonal shows how products are rounded."""
-
 
 @lru_cache(maxsize=4096)
 def bands(positions: int) -> tuple[slice, ...]:
@@ -477,7 +469,7 @@ class _Gram(Norms):
 
     def __init__(self, a_CTI: Tensor, vocabulary: int) -> None:
         super().__init__(a_CTI, vocabulary)
-        self._seen = a_CTI.dtype == torch.float32 and a_CTI.shape[1] >= _SEEN
+        self._seen = a_CTI.dtype == torch.float32 and a_CTI.shape[1] >= FEWEST_SEEN
         samples, self._bands = a_CTI.shape[0], bands(a_CTI.shape[1])
         self._sums = [a_CTI.new_zeros(samples, band.stop - band.start, band.stop) for band in self._bands]
 
@@ -528,5 +520,4 @@ class _OfGradients(Norms):
         """Return the squared norms added up over the tiles."""
         value_C = sum_of_squares(self._norms)
         measured = masses(self._a_CT, self._g_CT, *self._sizes)
-        delta_C = sum_rounding(measured.lost_N, measured.scale_N, unit_roundoff(value_C.dtype))
-        return Bounded(value_C, error_of_raised(value_C, delta_C), measured.mass_N, measured.scale_N)
+        return Bounded(value_C, formed_error(value_C, measured), measured.mass_N, measured.scale_N)

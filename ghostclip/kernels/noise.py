@@ -133,19 +133,25 @@ def _quarters_(a: Tensor, b: Tensor, c: Tensor, d: Tensor, spare: Tensor) -> Non
 
 
 def normal_pairs(radius_W: Tensor, angle_W: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two independent normal values, float64, for each pair of uniform words: √(-2 log u)·(cos, sin)(2πv)."""
-    uniform_W = ((radius_W & (2**63 - 1)).to(torch.float64) + 0.5) * 2.0**-63
-    length_W = (-2.0 * uniform_W.log()).sqrt()
-    turn_W = angle_W.to(torch.float64) * (math.pi * 2.0**-63)
-    return length_W * turn_W.cos(), length_W * turn_W.sin()
+    """Return two independent normal values, float64, at most 9.42, for each pair of uniform int64 words.
+
+    They are √(-2 log u)·(cos, sin)(2πv); the first words are overwritten.
+
+    Reference:
+        Box and Muller (1958), A note on the generation of random normal deviates.
+    """
+    # (k + 1/2) / 2^63 for a uniform 63-bit k: never 0, and exact where it is small, which is where the tails are.
+    uniform_W = radius_W.bitwise_and_(2**63 - 1).to(torch.float64).add_(0.5).mul_(2.0**-63)
+    length_W = uniform_W.log_().mul_(-2).sqrt_()
+    turn_W = angle_W.to(torch.float64).mul_(math.pi * 2.0**-63)
+    return turn_W.cos().mul_(length_W), turn_W.sin_().mul_(length_W)
 
 
 def _naive(
     part_N: Tensor, state: list[int], scales: tuple[float, float], extent: tuple[int, int], stream: tuple[int, int]
 ) -> Tensor:
     """Plain-PyTorch twin of the kernel: add noise block by block, then divide."""
-    offset, total = extent
-    block_size, rounds = stream
+    (std, divisor), (offset, total), (block_size, rounds) = scales, extent, stream
     end, number = offset + part_N.numel(), offset // block_size
     while number * block_size < end:
         start, size = number * block_size, min(block_size, total - number * block_size)
@@ -156,18 +162,12 @@ def _naive(
         noise_N = torch.cat(normal_pairs(*words_SW.chunk(2, 1)), 1).narrow(1, 0, size).flatten()
         first, last = max(start, offset), min(start + len(noise_N), end)
         count = last - first
-        _add_to_(part_N.narrow(0, first - offset, count), noise_N.narrow(0, first - start, count), scales)
+        # Added in float64 and rounded once, in one operation.
+        part_N.narrow(0, first - offset, count).add_(noise_N.narrow(0, first - start, count).mul_(std))
         number += len(streams)
-    return part_N
-
-
-def _add_to_(part_N: Tensor, noise_N: Tensor, scales: tuple[float, float]) -> None:
-    """Add scaled noise to a part and divide, in place."""
-    std, divisor = scales
-    # Added in float64 and rounded once, in one operation.
-    part_N.add_(noise_N.mul_(std))
     if divisor != 1:
         _torch.divide_all_([part_N], divisor)
+    return part_N
 
 
 def _fast(

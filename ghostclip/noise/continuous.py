@@ -5,7 +5,6 @@ Neither claims that floating-point numbers hide what they encode: for that the s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,25 +18,10 @@ from ghostclip import _torch, kernels
 from ghostclip._validate import choice
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.kernels import runtime
-from ghostclip.kernels.noise import FAST_ROUNDS, SECURE_ROUNDS
+from ghostclip.kernels.noise import FAST_ROUNDS, SECURE_ROUNDS, normal_pairs
 from ghostclip.noise.exact import ExactNoise
 from ghostclip.noise.keyed import BLOCK, Block, KeyedNoise, Range, cipher_key, cut, words_of
 from ghostclip.noise.keys import RandomKey
-
-
-def box_muller(words_W: torch.Tensor) -> torch.Tensor:
-    """Turn uniform int64 bits into normal values, float64, in place: √(-2 log u)·(cos, sin)(2πv), at most 9.42.
-
-    Reference:
-        Box and Muller (1958), A note on the generation of random normal deviates.
-    """
-    radius_N, angle_N = words_W.chunk(2)
-    # (k + 1/2) / 2^63 for a uniform 63-bit k: never 0, and exact where it is small, which is where the tails are.
-    uniform_N = radius_N.bitwise_and_(2**63 - 1).to(torch.float64).add_(0.5).mul_(2.0**-63)
-    radius_N = uniform_N.log_().mul_(-2).sqrt_()
-    angle_N = angle_N.to(torch.float64).mul_(math.pi * 2.0**-63)
-    return torch.cat((angle_N.cos().mul_(radius_N), angle_N.sin_().mul_(radius_N)))
-
 
 GPU_BLOCK = 1 << 22
 """Elements drawn at once on a GPU: 32 MiB of float64, whatever the size of the parameter."""
@@ -184,12 +168,7 @@ def _gpu_normal(key: RandomKey, block: Block, std: float, device: torch.device) 
     first = int.from_bytes(key.digest(0, 8, part=2**63), "little")
     seed = (first + block.position * _GPU_BLOCKS + block.number) % 2**63
     noise_N = torch.empty(block.size, dtype=torch.float64, device=device)
-    return noise_N.normal_(0.0, std, generator=_device_generator(device, seed))
-
-
-def _device_generator(device: torch.device, seed: int) -> torch.Generator:
-    """Return a device's generator with a seed."""
-    return torch.Generator(device).manual_seed(seed)
+    return noise_N.normal_(0.0, std, generator=torch.Generator(device).manual_seed(seed))
 
 
 class SecureNoise(_KeyStreamNoise):
@@ -217,7 +196,8 @@ class SecureNoise(_KeyStreamNoise):
         """Add scaled normal numbers from the cryptographic key stream to a part of a block."""
         even = block.size + block.size % 2
         words = words_of(self._key, block, part=0, count=even)
-        _add_in_double(part_N, box_muller(torch.from_numpy(words.view(np.int64)))[: block.size][within], std)
+        normal_N = torch.cat(normal_pairs(*torch.from_numpy(words.view(np.int64)).chunk(2)))
+        _add_in_double(part_N, normal_N[: block.size][within], std)
 
 
 def _add_in_double(part_N: torch.Tensor, noise_N: torch.Tensor, std: float) -> None:

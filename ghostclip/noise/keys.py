@@ -188,18 +188,14 @@ def independent_coins(words: WordStream, count: int, rate: float) -> Records:
         mean = (count - 1 - last) * rate
         # Enough at the first try in all but one case in 1e9; the loop goes on where it is not.
         tries = int(mean + 6 * math.sqrt(mean)) + 8
-        uniform = unit_interval(words.take(tries))
+        # (k + 1/2) / 2^64, rounded: never 0, and with full precision near 0, where rare events are decided.
+        uniform = (words.take(tries).astype(np.float64) + 0.5) * 2.0**-64
         # A gap beyond the end is beyond the end: capped before the conversion, which would overflow.
         gaps = np.minimum(np.floor(np.log(uniform) / math.log1p(-rate)), count).astype(np.int64)
         chunks.append(last + np.cumsum(gaps + 1))
         last = int(chunks[-1][-1])
     selected = np.concatenate(chunks)
     return selected[selected < count]
-
-
-def unit_interval(words: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return (k + 1/2) / 2^64, rounded: never 0, and with full precision near 0, where rare events are decided."""
-    return (words.astype(np.float64) + 0.5) * 2.0**-64
 
 
 def permutation(words: WordStream, count: int) -> Records:

@@ -1,4 +1,4 @@
-"""Discrete Gaussian noise: the exact distribution, also where float64 cannot decide, and divergences as accounted."""
+"""Discrete Gaussian noise: the exact distribution, where float64 cannot decide too, and close to the continuous one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from scipy import special, stats
 
 from ghostclip.errors import InvalidOptionError
 from ghostclip.noise import ExactNoise, exact
 from ghostclip.noise.exact import discrete_gaussian
 from ghostclip.noise.keyed import Block, words_of
 from ghostclip.noise.keys import RandomKey
+from ghostclip.privacy.budget import discretisation_delta
 
 DRAWS = 60_000
 
@@ -112,3 +113,24 @@ def test_divergences_are_at_most_those_of_the_continuous_gaussian(scale, shift):
                 for k in range(order + 1)
             ]  # fmt: skip
             assert sampled <= np.logaddexp.reduce(terms) * (1 + 1e-9) + 1e-12
+
+
+@pytest.mark.parametrize("scale", [4.0, 5.5, 8.0, 16.0])
+def test_the_divergence_of_discrete_noise_from_a_rounded_gaussian_is_bounded(scale):
+    x = np.arange(-math.ceil(12 * scale), math.ceil(12 * scale) + 1)
+    discrete = np.exp(-(x**2) / (2 * scale**2))
+    discrete /= discrete.sum()
+    # Far tails as differences of the same side's tail function, which does not cancel.
+    side = np.abs(x)
+    rounded = special.ndtr(-(side - 0.5) / scale) - special.ndtr(-(side + 0.5) / scale)
+    divergence = float((discrete * -np.log(rounded / discrete)).sum())
+    assert 0.5 / (576 * scale**4) < divergence < 1 / (320 * scale**4)
+    variation = np.abs(discrete - rounded).sum() / 2
+    assert (1 + math.e) * variation <= discretisation_delta(1.0, scale=scale, coordinates=1, steps=1)
+
+
+def test_discretisation_is_negligible_on_the_default_grid():
+    assert discretisation_delta(3.0, scale=2.0**24, coordinates=10**8, steps=10_000) < 1e-8
+    small, large = (discretisation_delta(1.0, scale=100.0, coordinates=10, steps=steps) for steps in (1, 4))
+    assert large == pytest.approx(2 * small)
+    assert discretisation_delta(800.0, scale=4.0, coordinates=1, steps=1) == 1.0

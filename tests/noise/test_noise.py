@@ -11,9 +11,9 @@ import pytest
 import torch
 from scipy import stats
 
+from ghostclip import kernels
 from ghostclip.errors import FixedSeedWarning, InvalidOptionError, ResumeError
 from ghostclip.noise import FastNoise, SecureNoise, continuous, make_noise_source
-from ghostclip.noise.continuous import box_muller
 
 DRAWS = 200_000
 LEVELS = ("fast", "secure")
@@ -64,21 +64,6 @@ def test_fast_noise_goes_beyond_the_cut_of_a_float32_generator(monkeypatch):
     value = drawn(FastNoise(), 1).item()
     assert value == pytest.approx(-6.3297381)
     assert value < -float32_cut
-
-
-@pytest.mark.parametrize(("bits", "radius"), [(0, 9.41928), (2**9, 8.65205), (2**62, 1.17741), (2**63 - 1, 0.0)])
-def test_secure_noise_has_the_tails_of_its_uniforms(bits, radius):
-    """The radius √(-2 log u) at u = (k + 1/2) / 2^63, down to the smallest u; the sign bit does not count."""
-    for word in (bits, bits - 2**63):
-        assert box_muller(torch.tensor([word, 0])).tolist() == pytest.approx([radius, 0.0], abs=1e-5)
-
-
-def test_box_muller_is_finite_at_every_extreme():
-    extremes = [-(2**63), -1, 0, 1, 2**63 - 1]
-    words = torch.tensor([radius for radius in extremes for _ in extremes] + extremes * len(extremes))
-    values = box_muller(words)
-    assert values.isfinite().all()
-    assert values.abs().max() < 9.42
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -190,6 +175,19 @@ def test_refuses_what_cannot_be_noised_or_resumed():
         SecureNoise().load_state_dict(FastNoise().state_dict())
     with pytest.raises(ResumeError, match="missing key, position"):
         FastNoise().load_state_dict({"level": "fast"})
+    with pytest.raises(ResumeError, match="'key' has 2 bytes, not 16"):
+        FastNoise().load_state_dict({**FastNoise().state_dict(), "key": "0102"})
+    with pytest.raises(InvalidOptionError, match="offset=3: 3 elements from there are not among 5"):
+        FastNoise().add_shard_(torch.zeros(3), 1.0, offset=3, total=5)
+
+
+def test_a_damaged_state_of_a_generator_is_refused_and_changes_nothing():
+    source = following(torch.Generator().manual_seed(1))
+    before = source.state_dict()
+    damaged = {**before, "key": "00" * 16, "position": 7, "generator": "ff" * (len(before["generator"]) // 2)}
+    with pytest.raises(ResumeError, match=r"noise state: .*pass what state_dict"):
+        source.load_state_dict(damaged)
+    assert source.state_dict() == before
 
 
 @pytest.mark.slow
@@ -205,3 +203,22 @@ def test_a_billion_draws_have_gaussian_tails(level):
         below, above = stats.poisson.cdf(count, expected), stats.poisson.sf(count - 1, expected)
         assert 2 * min(below, above) > 1e-4, threshold
     assert (found > 5.8).any()
+
+
+def test_the_state_says_where_noise_on_a_gpu_comes_from(monkeypatch):
+    monkeypatch.setattr(continuous.runtime, "installed", lambda: True)
+    with kernels.using("off"):
+        plain = FastNoise()
+    with kernels.using("auto"):
+        source = FastNoise()
+        before = source.fingerprint()
+        source.load_state_dict(plain.state_dict())
+    assert plain.state_dict()["stream"] == "device"
+    assert source.state_dict() == plain.state_dict()
+    assert before != source.fingerprint()
+    state = plain.state_dict()
+    del state["stream"]
+    source.load_state_dict(state)
+    assert source.state_dict()["stream"] == "device"
+    with pytest.raises(continuous.ResumeError, match="stream 'other'"):
+        source.load_state_dict({**state, "stream": "other"})

@@ -1,7 +1,8 @@
-"""Noise for many tensors at once: every element has its own, and nothing that changed `add_` is passed over."""
+"""Noise for many tensors at once: each element has its own, by any threads; what changed `add_` is not passed over."""
 
 from __future__ import annotations
 
+import threading
 from unittest import mock
 
 import pytest
@@ -83,3 +84,47 @@ def test_what_replaces_add_is_not_passed_over(monkeypatch):
     wide = [torch.zeros(4000), torch.zeros(4000)]
     add_noise_(Doubled(), wide, 1.0)
     assert torch.cat(wide).std().item() == pytest.approx(2.0, rel=0.05)
+
+
+def sums():
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return [*made, torch.randn(70, 900, generator=generator).t()]
+
+
+@pytest.mark.parametrize("std", [0.0, 0.7])
+@pytest.mark.parametrize("level", ["fast", "secure"])
+def test_division_rounds_the_noisy_sum(level, std):
+    source = make_noise_source(level=level)
+    copy = twin(source)
+    at_once, one_by_one = sums(), sums()
+    add_noise_(source, at_once, std, 7.3)
+    copy.release_all_(one_by_one, std)
+    assert all(torch.equal(a, b / 7.3) for a, b in zip(at_once, one_by_one, strict=True))
+    assert source.fingerprint() == copy.fingerprint()
+
+
+def test_any_number_of_threads_draws_the_same(monkeypatch):
+    source = FastNoise()
+    copy = twin(source)
+    seen, add, second = set(), copy._add, threading.Event()
+
+    def watched(*arguments):
+        seen.add(threading.get_ident())
+        if len(seen) > 1:
+            second.set()
+        # A quick thread could do it all before another has started.
+        second.wait(60)
+        assert not torch.is_grad_enabled()
+        add(*arguments)
+
+    monkeypatch.setattr(copy, "_workers", lambda tensors: 3)
+    monkeypatch.setattr(copy, "_add", watched)
+    alone, together = sums(), sums()
+    before = threading.active_count()
+    source.release_all_(alone, 1.3, 7.3)
+    copy.release_all_(together, 1.3, 7.3)
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    assert len(seen) > 1
+    assert threading.active_count() == before
+    assert source.fingerprint() == copy.fingerprint()
