@@ -63,6 +63,13 @@ class PrivateRun:
             made = self.engine.make_private_with_epsilon(target_epsilon=epsilon, **arguments)
         self.model, self.optimizer, self.loader = made[0], made[1], made[-1]
 
+    def began(self, states: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Go on from states of noise and batches, if some are given; return those that the training begins with."""
+        if states is not None:
+            self.optimizer.noise_source.load_state_dict(states["noise"])
+            self.loader.load_state_dict(states["batches"])
+        return {"noise": self.optimizer.noise_source.state_dict(), "batches": self.loader.state_dict()}
+
     def backward(self, batch: Any) -> None:
         """Forward and backward of the losses of a batch."""
         inputs, targets = batch

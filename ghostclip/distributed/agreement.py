@@ -266,12 +266,12 @@ def common_numbers(what: str, group: Group = None) -> random.Random:
     return random.Random(sum(gathered(what, secrets.randbits(_SEED_BITS), group)))
 
 
-def from_first(what: str, work: Callable[[], _T], group: Group = None) -> _T:
+def from_first(what: str, work: Callable[[], _T]) -> _T:
     """Run ``work`` on rank 0 alone and return its plain Python value on every rank; called on all of them."""
     # If rank 0 raises, all ranks raise, with the same class if it is one of the library's.
-    with announcing_error(what, group):
-        value = work() if is_first(group) else None
-    shared: _T = gathered(what, value, group)[0]
+    with announcing_error(what):
+        value = work() if is_first() else None
+    shared: _T = gathered(what, value)[0]
     return shared
 
 

@@ -86,6 +86,8 @@ class StageNoise(SharedNoise):
     ) -> None:
         """Begin with the sizes of all stages' trainable parameters, of which ``indices`` are this rank's."""
         # `copies`: ranks that work on the same samples. Sums of copies of these stages are added up over `groups`.
+        if source.level == "exact":
+            raise InvalidOptionError("noise level 'exact': stages of a pipeline have no integer sums. Use 'secure'.")
         self._source, self._group, self._agreed = source, group, True
         self.level = source.level
         self._sizes, self._own = sizes, indices
@@ -318,8 +320,6 @@ class PipelineClipper:
             InvalidOptionError: The level sums integers over whole models.
         """
         with announcing_error("noise of a pipeline", self._group):
-            if level == "exact":
-                raise InvalidOptionError('level="exact": stages of a pipeline have no integer sums. Use "secure".')
             sources = [make_noise_source(level=level) for _ in self._stages]
         states = gathered("noise of a pipeline", sources[0].shared_state(), self._group)
         for source in sources:
@@ -346,11 +346,6 @@ class PipelineClipper:
         Raises:
             InvalidOptionError: The level sums integers over whole models.
         """
-        with announcing_error("noise of a pipeline"):
-            if source.level == "exact":
-                raise InvalidOptionError(
-                    "noise_level='exact': stages of a pipeline have no integer sums. Use 'secure'."
-                )
         require_agreement("noise_generator", "none" if source.generator is None else "given")
         agree_on_noise_key(source)
         trained = [p for p in parameters if p.requires_grad]
@@ -801,7 +796,9 @@ class Pipeline(nn.Module):
         entries = {name: state[name] for name in each if name in state}
         if self.shares.number > 0:
             return dict(state)
-        payload = _tree.mapped(_on_cpu, (dict(state[whole]), entries))
+        payload = _tree.mapped(
+            lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, (dict(state[whole]), entries)
+        )
         ranks: list[Any] | None = [None] * self.shares.copies if distributed.get_rank(self._group) == 0 else None
         distributed.gather_object(
             (self._key(), payload), ranks, dst=distributed.get_global_rank(self._group, 0), group=self._group
@@ -852,8 +849,3 @@ def _rows(leaf: Any, *, rows: Sequence[int], size: int) -> Any:
             "number), or one row for each record."
         )
     return leaf[torch.tensor(rows, device=leaf.device)]
-
-
-def _on_cpu(leaf: Any) -> Any:
-    """Return a tensor's copy in main memory; other values as they are."""
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf

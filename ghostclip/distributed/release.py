@@ -168,8 +168,6 @@ class SharedNoise:
 
     in_parts = False
     """Whether ranks release other parameters each."""
-    # Ranks that have the same samples.
-    _copies = 1
 
     # Given to the private optimizer of every rank it makes their steps equal: each rank's sum becomes the noisy sum
     # over the whole logical batch.
@@ -181,8 +179,7 @@ class SharedNoise:
         self._group = group
         self._agreed = True  # whether ranks are known to have one noise
         self._groups: Sequence[Group] = (group,) if shares is None else shares.groups
-        if shares is not None:
-            self._copies = shares.copies
+        self._copies = 1 if shares is None else shares.copies  # ranks that have the same samples
         self.level = source.level
 
     def adds_up(self, shares: Shares) -> bool:

@@ -134,8 +134,11 @@ class ShardDelivery:
 
     def send(self) -> None:
         """Start the reductions of full buckets in order; nothing else may refer to their sums."""
-        while self._at_once and self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
-            self._send(self._buckets[self._next])
+        while self._at_once and self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if any(p.requires_grad and id(p) not in self._waiting for p, _ in bucket):
+                return
+            self._send(bucket)
 
     def finish(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Send the remaining buckets and return every trainable parameter with its sum over all ranks, a DTensor."""
@@ -149,14 +152,8 @@ class ShardDelivery:
     def drop(self) -> None:
         """Discard what was not sent, and wait for what was."""
         self._waiting.clear()
-        while self._sent:
-            self._receive(self._sent.pop(0))
-        self._arrived.clear()
-        self._next = 0
-
-    def _is_full(self, bucket: Bucket) -> bool:
-        """Return whether all trainable parameters of a bucket have their sums."""
-        return all(id(p) in self._waiting for p, _ in bucket if p.requires_grad)
+        self._next = len(self._buckets)
+        self.finish()
 
     def _send(self, bucket: Bucket) -> None:
         """Start the reduction of a bucket, once the one before has arrived."""

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip.data import DPDataLoader
-from ghostclip.errors import GhostClipError, ResumeError
+from ghostclip.errors import ResumeError
 from ghostclip.privacy.ledger_file import Entry, LedgerFile
+from tests.distributed import said_by
 from tests.distributed.loops import data, model, snapshot
 from tests.distributed.refusals import outcome
 from tests.private_run import PrivateRun
@@ -140,16 +141,8 @@ def run(rank: int, ranks: int, folder: str) -> None:
         last = LedgerFile(place / "last")
         last.share(fresh=True)
         last.append(Entry("run", 0, ((SIGMA, 0.1, 1),), "print"))
-    found["group is gone"] = _message(lambda: last.append(Entry("run", 1, ((SIGMA, 0.1, 1),), "print")))
+    found["group is gone"] = said_by(lambda: last.append(Entry("run", 1, ((SIGMA, 0.1, 1),), "print")))
     torch.save(found, place / f"rank{rank}.pt")
-
-
-def _message(attempt: Callable[[], Any]) -> str:
-    try:
-        attempt()
-    except GhostClipError as error:
-        return str(error)
-    return ""
 
 
 def _state_after(made: Callable[[], Run], steps: int) -> dict[str, Any]:

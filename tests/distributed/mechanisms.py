@@ -21,7 +21,7 @@ MECHANISMS: dict[str, Mechanism] = {
 }
 
 
-def _begin(name: str, *, divided: bool) -> tuple[Any, ...]:
+def _begin(name: str, *, divided: bool) -> tuple[PrivateRun, list[Tensor]]:
     torch.manual_seed(0)
     # One parameter of several blocks of noise, of which each process draws a share.
     net: nn.Module = nn.Sequential(nn.Linear(1500, 50), nn.Tanh(), nn.Linear(50, 3)).double()
@@ -34,19 +34,17 @@ def _begin(name: str, *, divided: bool) -> tuple[Any, ...]:
         TensorDataset(features, torch.arange(RECORDS) % 3), model=net, inner=partial(torch.optim.SGD, momentum=0.5),
         batch_size=BATCH, max_grad_norm=0.3, mechanism=MECHANISMS[name],
     )  # fmt: skip
-    engine, model, optimizer, loader = run.engine, run.model, run.optimizer, run.loader
-    optimizer.attach_release_hook(
+    run.optimizer.attach_release_hook(
         lambda _, found: released.append(torch.cat([p.detach().flatten().clone() for p in found]))
     )
-    return engine, model, optimizer, loader, released
+    return run, released
 
 
-def _epoch(parts: tuple[Any, ...]) -> None:
-    _, model, optimizer, loader, _ = parts
-    for x, y in loader:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+def _epoch(run: PrivateRun) -> None:
+    for x, y in run.loader:
+        run.optimizer.zero_grad()
+        nn.functional.cross_entropy(run.model(x), y).backward()
+        run.optimizer.step()
 
 
 def alone(name: str, states: dict[str, Any]) -> dict[str, Any]:
@@ -54,17 +52,16 @@ def alone(name: str, states: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         name: Of the mechanism.
-        states: Of noise and sampler.
+        states: Of noise and batches.
 
     Returns:
         What was released, and ε.
     """
-    parts = engine, _, optimizer, loader, released = _begin(name, divided=False)
-    optimizer.noise_source.load_state_dict(states["noise"])
-    loader.load_state_dict(states["sampler"])
+    run, released = _begin(name, divided=False)
+    run.began(states)
     for _ in range(EPOCHS):
-        _epoch(parts)
-    return {"released": torch.stack(released), "epsilon": engine.get_epsilon(DELTA)}
+        _epoch(run)
+    return {"released": torch.stack(released), "epsilon": run.engine.get_epsilon(DELTA)}
 
 
 def find(rank: int, folder: str) -> dict[str, Any]:
@@ -79,24 +76,24 @@ def find(rank: int, folder: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name in MECHANISMS:
-        parts = engine, model, optimizer, loader, released = _begin(name, divided=True)
-        states = {"noise": optimizer.noise_source.state_dict(), "sampler": loader.state_dict()}
-        _epoch(parts)
+        run, released = _begin(name, divided=True)
+        states = run.began()
+        _epoch(run)
         if rank == 0:
-            engine.save_checkpoint(path=f"{folder}/{name}.pt", module=model, optimizer=optimizer)
+            run.save(f"{folder}/{name}.pt")
         distributed.barrier()
-        _epoch(parts)
-        again = _begin(name, divided=True)
-        again[0].load_checkpoint(path=f"{folder}/{name}.pt", module=again[1], optimizer=again[2])
+        _epoch(run)
+        again, resumed = _begin(name, divided=True)
+        again.load(f"{folder}/{name}.pt")
         _epoch(again)
-        rows = optimizer.noise_source._source._rows
+        rows = run.optimizer.noise_source._source._rows
         held = [] if rows is None else [u for _, sections in rows._held.values() for past in sections for u in past]
         found[name] = {
             "states": states,
             "released": torch.stack(released),
-            "resumed": torch.stack(again[4]),
-            "epsilon": engine.get_epsilon(DELTA),
-            "resumed epsilon": again[0].get_epsilon(DELTA),
+            "resumed": torch.stack(resumed),
+            "epsilon": run.engine.get_epsilon(DELTA),
+            "resumed epsilon": again.engine.get_epsilon(DELTA),
             "held": sum(u.numel() for u in held),
         }
     return found

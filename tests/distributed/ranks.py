@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from ghostclip.errors import InvalidOptionError
 from ghostclip.facade import GradSampleModule
 from ghostclip.noise import make_noise_source
 from tests.compat.pairs import batch
+from tests.distributed import said_by
 from tests.private_run import PrivateRun
 
 WRAPPERS = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel)
@@ -86,11 +86,7 @@ def train(
         data, model=net, engine=PrivacyEngine(noise_level=level), lr=0.5, batch_size=8, sigma=sigma, max_grad_norm=0.3,
         grad_sample_mode="hooks" if level == "exact" else "auto", clipping=clipping,
     )  # fmt: skip
-    net, optimizer, loader = run.model, run.optimizer, run.loader
-    if states is not None:
-        optimizer.noise_source.load_state_dict(states["noise"])
-        loader.load_state_dict(states["sampler"])
-    begun = {"noise": optimizer.noise_source.state_dict(), "sampler": loader.state_dict()}
+    net, optimizer, loader, begun = run.model, run.optimizer, run.loader, run.began(states)
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as physical:
         for x, y in physical:
             optimizer.zero_grad()
@@ -209,11 +205,11 @@ def _shares(level: str) -> dict[str, Any]:
 def _refused(rank: int) -> list[str]:
     """Disagree on purpose."""
     return [
-        _message(lambda: share_sampler(PrivateSampler(Poisson(num_samples=10 + rank, sample_rate=0.5)))),
-        _message(lambda: agree_on_noise_key(make_noise_source(level=LEVELS[rank]))),
-        _message(lambda: require_agreement("step", rank)),
-        _message(lambda: _noise_of_other_states(rank)),
-        _message(lambda: _noise_that_one_rank_covers(rank)),
+        said_by(lambda: share_sampler(PrivateSampler(Poisson(num_samples=10 + rank, sample_rate=0.5)))),
+        said_by(lambda: agree_on_noise_key(make_noise_source(level=LEVELS[rank]))),
+        said_by(lambda: require_agreement("step", rank)),
+        said_by(lambda: _noise_of_other_states(rank)),
+        said_by(lambda: _noise_that_one_rank_covers(rank)),
     ]
 
 
@@ -237,11 +233,3 @@ def _noise_that_one_rank_covers(rank: int) -> None:
         add = source.add_
         source.add_ = partial(add)
     shared.require_one_draw(Share(3))
-
-
-def _message(attempt: Callable[[], None]) -> str:
-    try:
-        attempt()
-    except InvalidOptionError as error:
-        return str(error)
-    return "not refused"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,6 +15,7 @@ from ghostclip import GhostClipper, PrivacyEngine
 from ghostclip.distributed import SplitSequences
 from ghostclip.errors import GhostClipError
 from ghostclip.losses import head_losses
+from tests.distributed import said_by
 from tests.private_run import PrivateRun
 
 # Five samples do not divide by two; of six positions some layers send factors, others sums.
@@ -158,11 +158,7 @@ def engine_trained(
         data, model=model, engine=engine, batch_size=RECORDS // 4 if sigma else RECORDS, sigma=sigma,
         max_grad_norm=BOUND, loss_reduction="sum", sequences=sequences, clipping=clipping,
     )  # fmt: skip
-    private, optimizer, loader = run.model, run.optimizer, run.loader
-    if states is not None:
-        optimizer.noise_source.load_state_dict(states["noise"])
-        loader.load_state_dict(states["sampler"])
-    begun = {"noise": optimizer.noise_source.state_dict(), "sampler": loader.state_dict()}
+    private, optimizer, loader, begun = run.model, run.optimizer, run.loader, run.began(states)
     released: list[dict[str, Tensor]] = []
     for ids, labels in loader:
         own = {"ids": ids, "labels": labels} if mesh is None else positions_of(mesh, ids, labels)
@@ -272,9 +268,9 @@ def _experts(x: Tensor) -> Tensor:
 def _exchanged() -> str:
     """What is said of a model that exchanges records."""
     model = Exchanging()
-    with GhostClipper(model, max_grad_norm=BOUND) as clipper, pytest.raises(GhostClipError) as refused:
-        clipper.backward(model(torch.randn(4, 2 * distributed.get_world_size(), WIDTH)).square().mean((1, 2)))
-    return str(refused.value)
+    x = torch.randn(4, 2 * distributed.get_world_size(), WIDTH)
+    with GhostClipper(model, max_grad_norm=BOUND) as clipper:
+        return said_by(lambda: clipper.backward(model(x).square().mean((1, 2))))
 
 
 REFUSED = ("samples", "positions", "axis", "ghost", "tiles")
@@ -289,12 +285,8 @@ def _refused_by_engine(mesh: DeviceMesh, *, axis: str = "cp", level: str = "fast
     """What make_private says."""
     model = whole_model()
     sequences = SplitSequences(mesh if axis == "cp" else mesh[axis], sample_mesh_axes=(axis,))
-    with pytest.raises(GhostClipError) as refused:
-        PrivateRun(
-            records(), model=model, engine=PrivacyEngine(noise_level=level), batch_size=4, max_grad_norm=BOUND,
-            grad_sample_mode=mode, sequences=sequences,
-        )  # fmt: skip
-    return str(refused.value)
+    options = {"max_grad_norm": BOUND, "grad_sample_mode": mode, "sequences": sequences, "batch_size": 4}
+    return said_by(lambda: PrivateRun(records(), model=model, engine=PrivacyEngine(noise_level=level), **options))
 
 
 def _refused(case: str, mesh: DeviceMesh) -> str:
@@ -310,9 +302,7 @@ def _refused(case: str, mesh: DeviceMesh) -> str:
     if case == "positions" and first:
         part = {key: value[:, :-1] for key, value in part.items()}
     model.in_tiles = case == "tiles"
-    with pytest.raises(GhostClipError) as refused:
-        _try(case, model, part, mesh)
-    return str(refused.value)
+    return said_by(lambda: _try(case, model, part, mesh))
 
 
 def _try(case: str, model: Model, part: dict[str, Tensor], mesh: DeviceMesh) -> None:

@@ -220,11 +220,7 @@ def train(training: Training, *, divided: bool, states: dict[str, Any] | None = 
         batch_size=training.batch, sigma=training.sigma, max_grad_norm=BOUND, grad_sample_mode=training.mode,
         loss_reduction="sum", mechanism=training.mechanism,
     )  # fmt: skip
-    model, optimizer, loader = run.model, run.optimizer, run.loader
-    if states is not None:
-        optimizer.noise_source.load_state_dict(states["noise"])
-        loader.load_state_dict(states["sampler"])
-    begun = {"noise": optimizer.noise_source.state_dict(), "sampler": loader.state_dict()}
+    model, optimizer, loader, begun = run.model, run.optimizer, run.loader, run.began(states)
     seen = {"wide": True}
     optimizer.attach_release_hook(
         lambda _, released: seen.update(wide=all(p.dtype == training.dtype for p in released))

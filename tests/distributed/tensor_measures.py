@@ -29,6 +29,7 @@ from ghostclip.errors import GhostClipError
 from ghostclip.losses import token_losses
 from ghostclip.noise import make_noise_source
 from ghostclip.optim import DPOptimizer
+from tests.distributed import said_by
 from tests.distributed.sharded import built, losses_of, samples, whole_of
 from tests.distributed.sharded_measures import clipper_of
 from tests.distributed.tensor import TRAININGS
@@ -206,7 +207,7 @@ def _refused(rank: int) -> Mapping[str, str]:
     attempts = (
         other_inputs, other_dropout, divided_features, transposed, divided_samples, own_tensors, mixes, divided_outputs,
     )  # fmt: skip
-    return _losses_refused(mesh) | _noise_refused(mesh) | {attempt.__name__: _message(attempt) for attempt in attempts}
+    return _losses_refused(mesh) | _noise_refused(mesh) | {attempt.__name__: said_by(attempt) for attempt in attempts}
 
 
 def _sharded_afterwards(mesh: Any) -> None:
@@ -238,7 +239,7 @@ def _noise_refused(mesh: Any) -> Mapping[str, str]:
         "noise of one rank": lambda: released_with(make_noise_source()),
         "copies of sums": lambda: released_with(SharedNoise(make_noise_source())),
     }
-    return {name: _message(attempt) for name, attempt in attempts.items()}
+    return {name: said_by(attempt) for name, attempt in attempts.items()}
 
 
 def _losses_refused(mesh: Any) -> Mapping[str, str]:
@@ -270,7 +271,7 @@ def _losses_refused(mesh: Any) -> Mapping[str, str]:
         "samples that meet": lambda: back(lambda out, y: each(out, y) - each(out, y).mean()),
         "smoothed": lambda: back(lambda out, y: token_losses(out[:, None], y[:, None], label_smoothing=0.1)),
     }
-    return {name: _message(attempt) for name, attempt in attempts.items()}
+    return {name: said_by(attempt) for name, attempt in attempts.items()}
 
 
 @contextmanager
@@ -289,11 +290,3 @@ def _with_confidence(out: Tensor, labels: Tensor) -> Tensor:
     """A cross-entropy, and a term of the log-probabilities that it was made of."""
     logs = out.log_softmax(1)
     return nn.functional.nll_loss(logs, labels, reduction="none") - logs[:, 3]
-
-
-def _message(attempt: Callable[[], None]) -> str:
-    try:
-        attempt()
-    except GhostClipError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

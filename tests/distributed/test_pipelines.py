@@ -157,6 +157,7 @@ def test_a_rank_that_leaves_the_schedule_says_why(tmp_path, case, kind, words):
         ("frozen", "trains no parameter"),
         ("disagree", "max_grad_norm and loss_reduction of rank 1 is"),
         ("no backward", "no backward ran in this step"),
+        ("exact", "stages of a pipeline have no integer sums"),
         ("two passes", "grad_sample_mode='ghost' with a Pipeline"),
         ("criterion", "the schedule has its loss_fn"),
         ("batch second", "batch_first=False with a Pipeline"),

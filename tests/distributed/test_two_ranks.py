@@ -82,8 +82,8 @@ def test_each_rank_draws_its_share_of_the_noise_of_one_process(found, level):
 def test_ranks_that_differ_are_refused_on_every_rank(found):
     for rank in found:
         sampling, level, step, noise, covered = rank["refused"]
-        assert sampling.startswith("sampling of rank 1 is {'kind': 'poisson', 'num_samples': 11")
-        assert level.startswith("level of noise of rank 1 is 'secure', of rank 0 'fast'")
+        assert sampling.startswith("InvalidOptionError: sampling of rank 1 is {'kind': 'poisson', 'num_samples': 11")
+        assert level.startswith("InvalidOptionError: level of noise of rank 1 is 'secure', of rank 0 'fast'")
         assert "same checkpoint" in step
         assert "at call 8', of rank 0 'fast" in noise
         assert "the noise of rank 1 is not that of rank 0" in covered
