@@ -135,7 +135,7 @@ class Released:
 
     def continues(self, other: Released) -> bool:
         """Return whether this account continues another: it is the same, or was loaded or composed from it."""
-        loaded = bool(other.runs) and all(self.runs.get(run, 0) >= count for run, count in other.runs.items())
+        loaded = bool(other.runs) and _includes(self.runs, other.runs)
         return other is self or other.accountant is self.accountant or loaded
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ghostclip.errors import ResumeError
 from ghostclip.optim.wrapped import ACCOUNT_KEY
+from ghostclip.privacy.checkpoints import ACCOUNTANT
 from ghostclip.privacy.optimizer_state import without_keys
 from tests.engine.training import parameters_of, small_data, small_model
 from tests.private_run import PrivateRun
@@ -115,8 +116,14 @@ def _without_releases(text):
     return json.dumps({name: value for name, value in json.loads(text).items() if name != "ghostclip_releases"})
 
 
+def _cheaper(text):
+    state = json.loads(text)
+    return json.dumps({**state, ACCOUNTANT: {**state[ACCOUNTANT], "history": [[9.0, 0.1, 1]]}})
+
+
 @pytest.mark.parametrize(
-    "change", [lambda text: text[:-9], lambda text: "[]", lambda text: "{}", lambda text: 7, _without_releases]
+    "change",
+    [lambda text: text[:-9], lambda text: "[]", lambda text: "{}", lambda text: 7, _without_releases, _cheaper],
 )
 def test_a_damaged_account_is_refused(change):
     state = Run().epochs(1).optimizer.state_dict()

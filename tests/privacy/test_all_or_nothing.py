@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip.compat.opacus import schedulers
@@ -17,6 +18,7 @@ from ghostclip.privacy.checkpoints import digest_of
 from ghostclip.privacy.ledger_file import LedgerFile
 from tests.compat.test_own_accountant import Counting
 from tests.engine.training import small_data
+from tests.private_run import DELTA, PrivateRun
 
 DATA = small_data(50)
 
@@ -25,57 +27,43 @@ class InjectedError(Exception):
     """Nothing else raises this."""
 
 
-class Run:
+class Run(PrivateRun):
     """A private training with everything that is loaded: schedules, buffers, a budget, Adam, dropout."""
 
-    def __init__(self, folder=None, *, width=7, own=False, parts=None, **options):
+    def __init__(self, folder=None, *, width=7, own=False, parts=False, **options):
         torch.manual_seed(width)
-        self.engine = PrivacyEngine(ledger=folder, accountant="rdp")
+        engine = PrivacyEngine(ledger=folder, accountant="rdp")
         if own:
-            self.engine.accountant = Counting()
+            engine.accountant = Counting()
         model = nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 3))
         model.register_buffer("seen", torch.zeros(2))
-        made = (
-            torch.optim.Adam(model.parameters(), lr=0.05)
-            if parts is None
-            else [torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.5) for part in (model[0], model[3])]
-        )
-        arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
-        self.model, self.optimizers, self.loader = self.engine.make_private(
-            module=model,
-            optimizer=made,
-            data_loader=DataLoader(DATA, batch_size=10),
-            budget=Budget(50.0, 1e-5),
-            **arguments,
-        )
-        self.optimizer = self.optimizers if parts is None else self.optimizers[0].release
-        self.schedules = (
-            {}
-            if "clipping" in options
-            else {
-                "noise_scheduler": schedulers.ExponentialNoise(self.optimizer, gamma=0.9),
-                "grad_clip_scheduler": schedulers.StepGradClip(self.optimizer, step_size=1, gamma=0.5),
-            }
-        )
+        if parts:
+            inner = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
+            options["optimizer"] = [inner(part.parameters()) for part in (model[0], model[3])]
+        budget = Budget(50.0, DELTA)
+        super().__init__(DATA, model=model, engine=engine, inner=torch.optim.Adam, lr=0.05, budget=budget, **options)
+        self.members = self.optimizer if parts else [self.optimizer]
+        self.optimizer = self.optimizer[0].release if parts else self.optimizer
+        self.schedules = {}
+        if "clipping" not in options:
+            self.schedules["noise_scheduler"] = schedulers.ExponentialNoise(self.optimizer, gamma=0.9)
+            self.schedules["grad_clip_scheduler"] = schedulers.StepGradClip(self.optimizer, step_size=1, gamma=0.5)
 
     def train(self, steps):
-        for done, (inputs, targets) in enumerate(self.loader, start=1):
+        for _, batch in zip(range(steps), self.loader, strict=False):
             self.optimizer.zero_grad()
-            nn.functional.cross_entropy(self.model(inputs), targets).backward()
-            for optimizer in self.optimizers if isinstance(self.optimizers, list) else [self.optimizers]:
+            self.backward(batch)
+            for optimizer in self.members:
                 optimizer.step()
-            if done == steps:
-                break
         for schedule in self.schedules.values():
             schedule.step()
         return self
 
     def save(self, place):
-        self.engine.save_checkpoint(path=place, module=self.model, optimizer=self.optimizer, **self.schedules)
-        return place
+        return super().save(place, **self.schedules)
 
     def load(self, place):
-        self.engine.load_checkpoint(path=place, module=self.model, optimizer=self.optimizer, **self.schedules)
+        super().load(place, **self.schedules)
 
     def state(self):
         """Digests of everything that loading changes, by name."""
@@ -163,7 +151,7 @@ def test_optimizers_state_that_fails_at_any_stage_changes_nothing(stage, tmp_pat
 
 @pytest.mark.parametrize("failing", ["inner", "one of several", "second of several"])
 def test_torchs_part_that_fails_changes_nothing(failing, monkeypatch):
-    several = True if failing != "inner" else None
+    several = failing != "inner"
     state = Run(parts=several).train(3).optimizer.state_dict()
     run = Run(parts=several)
     before = run.state()
@@ -185,7 +173,7 @@ class Refusal:
 
     @staticmethod
     def other_noise(folder):
-        return Run(noise_multiplier=2.0).train(2).save(folder / "run.pt")
+        return Run(sigma=2.0).train(2).save(folder / "run.pt")
 
     @staticmethod
     def cut(folder):
@@ -194,14 +182,20 @@ class Refusal:
         return place
 
     @staticmethod
+    def without_an_optimizer(folder):
+        run = Run().train(2)
+        run.engine.save_checkpoint(path=folder / "run.pt", module=run.model, optimizer=None)
+        return folder / "run.pt"
+
+    @staticmethod
     def with_a_ledger(folder):
         return Run(folder / "ledger").train(2).save(folder / "run.pt")
 
 
-@pytest.mark.parametrize("kind", ["other_widths", "other_noise", "cut", "with_a_ledger"])
+@pytest.mark.parametrize("kind", ["other_widths", "other_noise", "cut", "without_an_optimizer", "with_a_ledger"])
 def test_what_cannot_be_loaded_changes_nothing(kind, tmp_path):
     place = getattr(Refusal, kind)(tmp_path)
-    run = Run(**({"noise_multiplier": 1.0} if kind == "other_noise" else {}))
+    run = Run()
     run.schedules = {} if kind == "other_noise" else run.schedules
     before = run.state()
     with pytest.raises((GhostClipError, RuntimeError)):

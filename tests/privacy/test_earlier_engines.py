@@ -6,34 +6,24 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ghostclip import PrivacyEngine
-
-DELTA = 1e-5
+from tests.private_run import DELTA, PrivateRun
 
 
 def _model():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
+class Run(PrivateRun):
+    def backward(self, batch):
+        self.model(batch[0]).square().sum(1).mean().backward()
+
+
 def _train(model, engine=None, *, steps=3):
     engine = engine or PrivacyEngine()
-    inner = getattr(model, "_module", model)
-    private, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD([p for p in inner.parameters() if p.requires_grad], lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
-    batches = iter(loader)
-    for _ in range(steps):
-        (x,) = next(batches)
-        optimizer.zero_grad()
-        private(x).square().sum(1).mean().backward()
-        optimizer.step()
-    return engine, private
+    return engine, Run(TensorDataset(torch.randn(40, 3)), model=model, engine=engine, batch_size=4).train(steps).model
 
 
 TRAINED = {

@@ -1,4 +1,4 @@
-"""The ledger on disk, and budgets that are never exceeded."""
+"""Budgets that are never exceeded, beside what the ledger on disk holds."""
 
 from __future__ import annotations
 
@@ -9,32 +9,11 @@ from ghostclip.accounting import create_accountant
 from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.errors import BudgetError, BudgetExceededError, InvalidOptionError
 from ghostclip.privacy.budget import Budget
-from ghostclip.privacy.ledger_file import Entry, LedgerFile, total
+from ghostclip.privacy.ledger_file import LedgerFile
 from tests.engine.training import as_if_drawn, parameters_of, small_data
 from tests.private_run import DELTA, PrivateRun
 
 DATA = small_data(50)
-
-
-def _entry(number, sigma=1.0):
-    return Entry("run", number, ((sigma, 0.1, 1),), f"print {number}")
-
-
-def test_lines_survive_and_equal_steps_are_joined(tmp_path):
-    (tmp_path / "sub").mkdir()
-    first = LedgerFile(tmp_path / "sub" / "ledger")
-    first.begin_segment({"noise_multiplier": 1.0, "clipping": {"rule": "flat"}})
-    for number in range(3):
-        first.append(_entry(number))
-    first.close()
-    second = LedgerFile(tmp_path / "sub" / "ledger")
-    second.begin_segment({"noise_multiplier": 1.0, "clipping": {"rule": "flat"}})
-    second.append(_entry(3, sigma=2.0))
-    assert second.entries == [_entry(0), _entry(1), _entry(2), _entry(3, sigma=2.0)]
-    assert total(second.entries) == [(1.0, 0.1, 3), (2.0, 0.1, 1)]
-    assert second.find("run", 2) == "print 2"
-    assert second.find("another run", 2) is None
-    assert (tmp_path / "sub" / "ledger").read_text().count("mechanism") == 1
 
 
 class Run(PrivateRun):

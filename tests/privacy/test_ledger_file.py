@@ -15,7 +15,7 @@ import torch
 from ghostclip import PrivacyEngine
 from ghostclip.errors import InvalidOptionError, ResumeError
 from ghostclip.privacy import ledger_file
-from ghostclip.privacy.ledger_file import Entry, LedgerFile
+from ghostclip.privacy.ledger_file import Entry, LedgerFile, total
 from tests.engine.training import parameters_of, small_data
 from tests.private_run import PrivateRun
 
@@ -64,6 +64,23 @@ class Run(PrivateRun):
 
 
 # What is wrong with a file
+
+
+def test_lines_survive_and_equal_steps_are_joined(tmp_path):
+    (tmp_path / "sub").mkdir()
+    first = LedgerFile(tmp_path / "sub" / "ledger")
+    first.begin_segment({"noise_multiplier": 1.0, "clipping": {"rule": "flat"}})
+    for number in range(3):
+        first.append(_entry(number))
+    first.close()
+    second = LedgerFile(tmp_path / "sub" / "ledger")
+    second.begin_segment({"noise_multiplier": 1.0, "clipping": {"rule": "flat"}})
+    second.append(_entry(3, sigma=2.0))
+    assert second.entries == [_entry(0), _entry(1), _entry(2), _entry(3, sigma=2.0)]
+    assert total(second.entries) == [(1.0, 0.1, 3), (2.0, 0.1, 1)]
+    assert second.find("run", 2) == "print 2"
+    assert second.find("another run", 2) is None
+    assert (tmp_path / "sub" / "ledger").read_text().count("mechanism") == 1
 
 
 def _old(version):

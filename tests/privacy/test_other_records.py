@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
-import ghostclip
 from ghostclip.errors import ResumeError
 from ghostclip.privacy.sampling import content_digest
+from tests.private_run import PrivateRun
 
 
 class Records(Dataset):
@@ -27,31 +27,20 @@ def _of(*content):
 
 
 def _private(x):
-    torch.manual_seed(1)
-    model = nn.Linear(3, 2)
-    engine = ghostclip.PrivacyEngine()
-    return engine, *engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(x, torch.zeros(len(x), dtype=torch.long)), batch_size=4),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
+    return PrivateRun(TensorDataset(x, torch.zeros(len(x))), model=nn.Linear(3, 2), batch_size=4)
 
 
 def test_a_checkpoint_is_loaded_beside_its_own_records_alone(tmp_path):
     x = torch.arange(36.0).reshape(12, 3)
-    engine, model, optimizer, _ = _private(x)
-    engine.save_checkpoint(path=tmp_path / "point", module=model, optimizer=optimizer)
-    state = optimizer.state_dict()
-    own, model, optimizer, _ = _private(x.clone())
-    own.load_checkpoint(path=tmp_path / "point", module=model, optimizer=optimizer)
-    other, model, optimizer, _ = _private(x.flip(0))
+    first = _private(x)
+    place = first.save(tmp_path / "point")
+    _private(x.clone()).load(place)
+    other = _private(x.flip(0))
     with pytest.raises(ResumeError, match="training on other records"):
-        other.load_checkpoint(path=tmp_path / "point", module=model, optimizer=optimizer)
+        other.load(place)
     with pytest.raises(ResumeError, match="training on other records"):
-        optimizer.load_state_dict(state)
-    other.load_checkpoint(path=tmp_path / "point", module=model, optimizer=optimizer, allow_mechanism_change=True)
+        other.optimizer.load_state_dict(first.optimizer.state_dict())
+    other.load(place, allow_mechanism_change=True)
 
 
 def test_a_look_at_records_leaves_generators_where_they_are():

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
 
 from ghostclip import PrivacyEngine
 from ghostclip.distributed.release import fingerprint
 from ghostclip.errors import ResumeError
 from ghostclip.privacy.ledger_file import LedgerFile
-from tests.engine.training import small_data, small_model
+from tests.engine.training import small_data
+from tests.private_run import PrivateRun
 
 DATA = small_data(50)
 
@@ -46,14 +46,8 @@ class History:
         self.make_private()
 
     def make_private(self):
-        model = small_model()
-        self.model, self.optimizer, self.loader = self.engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5),
-            data_loader=DataLoader(DATA, batch_size=10),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-        )
+        self.run = PrivateRun(DATA, engine=self.engine, inner=partial(torch.optim.SGD, momentum=0.5))
+        self.model, self.optimizer = self.run.model, self.run.optimizer
         self.optimizer.attach_release_hook(self._released)
 
     def _released(self, _, released):
@@ -62,17 +56,14 @@ class History:
             self.written.add(fingerprint(released))
 
     def train(self):
-        for number, (inputs, targets) in enumerate(self.loader):
-            self.optimizer.zero_grad()
-            nn.functional.cross_entropy(self.model(inputs), targets).backward()
-            self.optimizer.step()
+        for number, batch in enumerate(self.run.loader):
+            self.run.step(batch)
             if number == self.chance.randrange(3):
                 return
 
     def save(self):
         place = self.folder / f"{len(self.checkpoints)}.pt"
-        self.engine.save_checkpoint(path=place, module=self.model, optimizer=self.optimizer)
-        self.checkpoints.append((place, set(self.known)))
+        self.checkpoints.append((self.run.save(place), set(self.known)))
 
     def keep_state(self):
         model = {name: value.clone() for name, value in self.model.state_dict().items()}
@@ -85,7 +76,7 @@ class History:
     def load(self):
         place, known = self.chance.choice(self.checkpoints)
         fresh = self.chance.random() < 0.3
-        self.engine.load_checkpoint(path=place, module=self.model, optimizer=self.optimizer, fresh_randomness=fresh)
+        self.run.load(place, fresh_randomness=fresh)
         self.known |= known
 
     def load_state(self):
