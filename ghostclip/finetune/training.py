@@ -36,10 +36,10 @@ _AVERAGES = "finetune_averages"
 _LOGS = 40
 
 
-def learning_rate_at(step: int, *, steps: int, peak: float) -> float:
-    """Return the learning rate of a step from 0: linear warm-up over the first twentieth, then decay towards 0."""
+def share_of_peak(step: int, *, steps: int) -> float:
+    """Return the share of the peak learning rate: linear warm-up over a twentieth of the steps, then decay to 0."""
     warm_up = max(1, round(_WARM_UP * steps))
-    return peak * min(1.0, (step + 1) / warm_up, (steps - step) / max(1, steps - warm_up))
+    return min(1.0, (step + 1) / warm_up, (steps - step) / max(1, steps - warm_up))
 
 
 def training_arguments(run: FinetuneRun) -> DPTrainingArguments:
@@ -133,7 +133,7 @@ class FinetuneTrainer(DPTrainer):
             else:
                 self.save()
         self.begun, self.state.global_step = True, done
-        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: learning_rate_at(done + step, steps=steps, peak=1.0))
+        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: share_of_peak(done + step, steps=steps))
         return self.lr_scheduler
 
     def save(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import warnings
 from functools import partial
 from importlib.util import find_spec
@@ -27,6 +29,16 @@ class Result(NamedTuple):
     status: int
     out: str
     err: str
+
+
+def assert_refused(result: Result, *parts: str) -> None:
+    """One line about what is wrong, without a traceback."""
+    assert result.status == 2, result
+    (line,) = result.err.strip().splitlines()
+    assert re.match(r"ghostclip( \w+)?: error: ", line)
+    assert "Errno" not in line
+    for part in parts:
+        assert part in line
 
 
 @pytest.fixture
@@ -102,3 +114,15 @@ def after_step(monkeypatch):
 
     yield install
     monkeypatch.undo()
+
+
+@pytest.fixture
+def stopped(finetune, text_file, tmp_path, after_step):
+    """Start a run that stops after a step, and give its folder."""
+
+    def run(step: int) -> Path:
+        after_step(step, lambda: signal.raise_signal(signal.SIGINT))
+        assert finetune("--data", text_file, "--output", tmp_path / "out", *TINY).status == 130
+        return tmp_path / "out"
+
+    return run

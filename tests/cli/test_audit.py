@@ -10,6 +10,7 @@ import pytest
 
 from ghostclip.audit import CanaryRecorder, flip_coins
 from ghostclip.audit.methods import METHODS
+from tests.cli.conftest import assert_refused
 
 
 @pytest.fixture
@@ -88,11 +89,9 @@ def test_a_wrong_file_is_one_line(audit, tmp_path, content, name, words):
     path = tmp_path / name
     if content is not None:
         path.write_text(content, encoding="utf-8")
-    status, out, err = audit(path)
-    assert (status, out) == (2, "")
-    assert err.startswith("ghostclip audit: error: ")
-    assert len(err.splitlines()) == 1
-    assert words in err
+    result = audit(path)
+    assert_refused(result, words)
+    assert result.out == ""
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,4 @@ def test_a_wrong_file_is_one_line(audit, tmp_path, content, name, words):
     ],
 )
 def test_a_wrong_option_is_one_line(audit, recorded, options, words):
-    status, out, err = audit(recorded(".csv"), *options)
-    assert (status, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert words in err
+    assert_refused(audit(recorded(".csv"), *options), words)

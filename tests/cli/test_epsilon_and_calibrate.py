@@ -11,6 +11,7 @@ import pytest
 
 from ghostclip import commands
 from ghostclip.accounting import create_accountant
+from tests.cli.conftest import assert_refused
 
 
 def reference(*history, delta=1e-5, relation="zero_out"):
@@ -139,7 +140,4 @@ def test_a_plot_shows_both_bounds_by_steps(command, tmp_path, monkeypatch):
     ],
 )
 def test_wrong_input_is_one_line(command, words, match):
-    status, _, err = command(*words)
-    assert status == 2
-    assert match in err
-    assert err.count("\n") == 1
+    assert_refused(command(*words), match)

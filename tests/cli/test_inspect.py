@@ -10,6 +10,7 @@ import pytest
 import ghostclip
 from benchmarks.flops import counter
 from ghostclip.validation.inspection import InspectionRequest, inspect_model, load_source, losses_of
+from tests.cli.conftest import assert_refused
 
 SCRIPT = """
 import torch
@@ -201,10 +202,7 @@ def test_mixing_is_refused_with_the_place(inspect, script):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_input_is_one_line(inspect, script, words, said):
-    result = inspect(*[word.format(script=script, folder=script.parent) for word in words])
-    assert result.status == 2, result
-    assert len(result.err.strip().splitlines()) == 1, result.err
-    assert said in result.err
+    assert_refused(inspect(*[word.format(script=script, folder=script.parent) for word in words]), said)
 
 
 def test_memory_counts_the_state_of_the_optimizer_and_the_device(inspect, tmp_path):

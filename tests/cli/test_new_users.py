@@ -12,7 +12,7 @@ import torch
 import ghostclip
 from ghostclip.errors import OutputError
 from ghostclip.privacy import checkpoints
-from tests.cli.conftest import TINY
+from tests.cli.conftest import TINY, assert_refused
 
 EPSILON = ["epsilon", "--noise-multiplier", "1", "--sample-rate", "0.01", "--steps", "10"]
 CALIBRATE = ["calibrate", "--target-epsilon", "2", "--sample-rate", "0.01", "--steps", "10"]
@@ -23,16 +23,6 @@ def scores(tmp_path):
     path = tmp_path / "scores.csv"
     path.write_text("score,member\n1,0\n2,1\n3,1\n0,0\n")
     return path
-
-
-def assert_one_line(result, *parts, status=2):
-    assert result[0] == status, result
-    lines = result[2].strip().splitlines()
-    assert len(lines) == 1, result[2]
-    assert ": error: " in lines[0]
-    assert "Errno" not in lines[0]
-    for part in parts:
-        assert part in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +40,7 @@ def test_a_file_that_cannot_be_written_is_refused_first(command, scores, name, o
     tmp_path = scores.parent
     words = {"epsilon": EPSILON, "calibrate": CALIBRATE, "audit": ["audit", scores]}[name]
     result = command(*words, option, tmp_path / place)
-    assert_one_line(result, option, part)
+    assert_refused(result, option, part)
     assert result[1] == ""
     assert [path.name for path in tmp_path.iterdir()] == ["scores.csv"]
 
@@ -101,7 +91,7 @@ def test_a_full_disk_at_the_end_can_be_gone_on_from(finetune, text_file, tmp_pat
     ],
 )
 def test_what_was_probably_meant(command, words, meant):
-    assert_one_line(command(*words), meant)
+    assert_refused(command(*words), meant)
 
 
 def test_version(command):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.conftest import TEXT
+from tests.cli.conftest import TEXT, assert_refused
 from tests.cli.ranks import Job, run
 from tests.process_group import start_ranks
 
@@ -247,12 +247,10 @@ def test_processes_that_do_not_know_of_each_other_are_refused(finetune, text_fil
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
         monkeypatch.delenv(name, raising=False)
     result = finetune("--data", text_file, "--output", tmp_path / "out", *SIZES)
-    assert result.status == 2
-    assert "WORLD_SIZE=2 without MASTER_ADDR, MASTER_PORT, RANK: start the processes with torchrun" in result.err
+    assert_refused(result, "WORLD_SIZE=2 without MASTER_ADDR, MASTER_PORT, RANK: start the processes with torchrun")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_mesh_without_torchrun_is_refused(finetune, text_file, tmp_path):
     result = finetune("--data", text_file, "--output", tmp_path / "out", *SIZES, "--mesh", "dp=2")
-    assert result.status == 2
-    assert "--mesh dp=2 is of 2 processes, but there is 1: start them with torchrun --nproc-per-node 2" in result.err
+    assert_refused(result, "--mesh dp=2 is of 2 processes, but there is 1: start them with torchrun --nproc-per-node 2")

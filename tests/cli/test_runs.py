@@ -17,7 +17,7 @@ import torch
 import ghostclip
 from ghostclip.accounting import create_accountant
 from ghostclip.privacy.ledger_file import Entry, LedgerFile
-from tests.cli.conftest import TEXT, TINY
+from tests.cli.conftest import TEXT, TINY, assert_refused
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -144,9 +144,7 @@ def test_stop_and_resume_is_the_same_run(finetune, text_file, tmp_path, record_o
     assert stopped.status == 130
     assert "stopped after step 2 of 5" in stopped.err
     assert "--resume" in stopped.err
-    refused = finetune(*common, "--output", tmp_path / "parts")
-    assert refused.status == 2
-    assert "--resume continues the interrupted run" in refused.err
+    assert_refused(finetune(*common, "--output", tmp_path / "parts"), "--resume continues the interrupted run")
     resumed = finetune("--resume", "--output", tmp_path / "parts")
     assert resumed.status == 0, resumed.err
     whole, parts = record_of(tmp_path / "whole"), record_of(tmp_path / "parts")
@@ -155,9 +153,7 @@ def test_stop_and_resume_is_the_same_run(finetune, text_file, tmp_path, record_o
     assert parts["not_private"]["losses"] == whole["not_private"]["losses"]
     for one, two in zip(weights(tmp_path / "whole").values(), weights(tmp_path / "parts").values(), strict=True):
         assert torch.equal(one, two)
-    again = finetune("--resume", "--output", tmp_path / "parts")
-    assert again.status == 2
-    assert "holds no interrupted run" in again.err
+    assert_refused(finetune("--resume", "--output", tmp_path / "parts"), "holds no interrupted run")
 
 
 @pytest.mark.parametrize("kind", ["ema", "tail"])
@@ -250,25 +246,17 @@ def _foreign(path):
     ("damage", "part"),
     [(_cut, "was saved after 2"), (_foreign, "ledger that belongs to it"), (Path.unlink, "holds 0 releases")],
 )
-def test_resume_without_the_whole_ledger_is_refused(finetune, text_file, tmp_path, after_step, damage, part):
-    out = tmp_path / "out"
-    after_step(2, interrupt)
-    assert finetune("--data", text_file, "--output", out, *TINY).status == 130
+def test_resume_without_the_whole_ledger_is_refused(finetune, stopped, damage, part):
+    out = stopped(2)
     damage(out / "private" / "resume" / "ledger.txt")
-    refused = finetune("--resume", "--output", out)
-    assert refused.status == 2
-    assert part in refused.err
+    assert_refused(finetune("--resume", "--output", out), part)
 
 
-def test_a_run_is_resumed_by_one_process_at_a_time(finetune, text_file, tmp_path, after_step):
-    out = tmp_path / "out"
-    after_step(2, interrupt)
-    assert finetune("--data", text_file, "--output", out, *TINY).status == 130
+def test_a_run_is_resumed_by_one_process_at_a_time(finetune, stopped):
+    out = stopped(2)
     other = LedgerFile(out / "private" / "resume" / "ledger.txt")
     other.lock()
-    refused = finetune("--resume", "--output", out)
-    assert refused.status == 2
-    assert f"process {os.getpid()}" in refused.err
+    assert_refused(finetune("--resume", "--output", out), f"process {os.getpid()}")
     other.close()
     assert finetune("--resume", "--output", out).status == 0
 
@@ -280,29 +268,21 @@ def test_a_run_is_resumed_by_one_process_at_a_time(finetune, text_file, tmp_path
         (["--data", "elsewhere.txt"], "--data is"),
     ],
 )
-def test_resume_with_another_mechanism_is_refused(finetune, text_file, tmp_path, after_step, options, part):
-    out = tmp_path / "out"
-    after_step(1, interrupt)
-    assert finetune("--data", text_file, "--output", out, *TINY).status == 130
+def test_resume_with_another_mechanism_is_refused(finetune, stopped, options, part):
+    out = stopped(1)
     before = (out / "private" / "resume" / "state.pt").read_bytes()
-    result = finetune("--resume", "--output", out, *options)
-    assert result.status == 2
-    assert part in result.err
+    assert_refused(finetune("--resume", "--output", out, *options), part)
     assert (out / "private" / "resume" / "state.pt").read_bytes() == before
 
 
-def test_resume_with_other_data_or_a_damaged_state_is_refused(finetune, text_file, tmp_path, after_step):
-    out = tmp_path / "out"
-    after_step(1, interrupt)
-    assert finetune("--data", text_file, "--output", out, *TINY).status == 130
+def test_resume_with_other_data_or_a_damaged_state_is_refused(finetune, text_file, stopped):
+    out = stopped(1)
     text_file.write_text(TEXT.replace("sentence", "SENTENCE"))
-    assert "the data (or its tokenizer) changed" in finetune("--resume", "--output", out).err
+    assert_refused(finetune("--resume", "--output", out), "the data (or its tokenizer) changed")
     text_file.write_text(TEXT)
     state = out / "private" / "resume" / "state.pt"
     state.write_bytes(state.read_bytes()[:100])
-    damaged = finetune("--resume", "--output", out)
-    assert damaged.status == 2
-    assert "state.pt: cannot be read" in damaged.err
+    assert_refused(finetune("--resume", "--output", out), "state.pt: cannot be read")
 
 
 def test_overwrite_replaces_a_run_and_spares_other_files(finetune, text_file, tmp_path, record_of):

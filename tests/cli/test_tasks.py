@@ -18,7 +18,7 @@ import torch
 from ghostclip.finetune import FinetuneOptions
 from ghostclip.finetune.models import Ranks
 from ghostclip.finetune.samples import TokenEncoder, byte_tokens, read_samples
-from tests.cli.conftest import TINY_GIVEN
+from tests.cli.conftest import TINY_GIVEN, assert_refused
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -274,6 +274,8 @@ def test_a_chat_template_is_used(given):
         (["--model", "plain"], ["--model", "no tokenizer lies in it", "--tokenizer"]),
         (["--model", "rows.jsonl"], ["no Hugging Face model lies here"]),
         (["--tokenizer", "plain"], ["--tokenizer plain: no tokenizer lies in it"]),
+        (["--tokenizer", "void.json"], ["void.json: the tokenizer has an empty vocabulary"]),
+        (["--model", "gpt2", "--tokenizer", "bytes"], ["its vocabulary has 21 rows, but bytes needs 259"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -282,21 +284,19 @@ def test_wrong_input(finetune, given, tmp_path, monkeypatch, words, parts):
     (given / "rows.txt").write_text("text")
     (given / "one.jsonl").write_text('{"text": "a", "label": "neg"}\n' * 2)
     (given / "empty.jsonl").write_text('{"prompt": "a", "answer": " "}')
+    (given / "void.json").write_text(
+        '{"added_tokens": [], "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}}'
+    )
     (given / "plain").mkdir(exist_ok=True)
     (given / "plain" / "config.json").write_text((given / "gpt2" / "config.json").read_text())
     data = [] if "--data" in words or "answers" in words else ["--data", given / "rows.jsonl"]
     result = finetune(*words, *data, *TINY_GIVEN, "--output", tmp_path / "out")
-    assert result.status == 2, result
-    assert len(result.err.strip().splitlines()) == 1, result.err
-    for part in parts:
-        assert part in result.err
+    assert_refused(result, *parts)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_name_that_cannot_be_fetched_says_so_and_names_the_toy(finetune, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = finetune("--data", text_file, "--model", "gpt2", *TINY_GIVEN, "--output", tmp_path / "out")
-    assert result.status == 2
-    assert "--model gpt2: no such file or folder" in result.err
-    assert "cache of Hugging Face" in result.err
-    assert "--toy gpt2 for a small one with random weights" in result.err
+    parts = "--model gpt2: no such file or folder", "cache of Hugging Face", "--toy gpt2 for a small one with random"
+    assert_refused(result, *parts)

@@ -6,18 +6,9 @@ import sys
 
 import pytest
 
-from tests.cli.conftest import TINY, TINY_GIVEN
+from tests.cli.conftest import TINY, TINY_GIVEN, assert_refused
 
 BYTES = [*TINY_GIVEN, "--tokenizer", "bytes"]
-
-
-def assert_refused(result, *parts):
-    assert result.status == 2, result
-    lines = result.err.strip().splitlines()
-    assert len(lines) == 1, result.err
-    assert lines[0].startswith("ghostclip finetune: error: ")
-    for part in parts:
-        assert part in lines[0]
 
 
 @pytest.mark.parametrize(
