@@ -136,6 +136,10 @@ def test_the_estimate_is_refused_unless_asked_for():
     # The true value is above 1.94: few, large losses are what a central limit theorem does not see.
     asked.history = [(0.5, 1e-4, 100)]
     assert asked.get_epsilon(1e-8) < 0.1
+    asked.others = [("allocation", (1.0, 4.0), 1)]
+    for estimate in (asked, GaussianAccountant(relation="replace_one", estimate=True)):
+        with pytest.raises(InvalidOptionError, match="knows Poisson and full-batch steps"):
+            estimate.get_epsilon(DELTA)
 
 
 def test_any_one_value_is_solved_for_and_never_over_the_target():

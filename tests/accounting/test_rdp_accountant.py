@@ -81,6 +81,12 @@ def test_refuses_delta(delta):
         RDPAccountant().get_epsilon(delta)
 
 
+@pytest.mark.parametrize("alphas", [[], [1.0, 2.0], [2.0, math.inf], [math.nan]])
+def test_refuses_orders(alphas):
+    with pytest.raises(InvalidOptionError, match="alphas="):
+        spent([(1.0, 0.1, 1)], alphas=alphas)
+
+
 @pytest.mark.parametrize(
     ("sigma", "rate", "match"),
     [

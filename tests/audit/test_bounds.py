@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ghostclip.audit import Scores, audit_scores
+from ghostclip.audit import CanaryRecorder, Scores, audit_scores
 from ghostclip.audit.methods import OperatingPoint, clopper_pearson_upper, union_points
 from ghostclip.errors import DataError, InvalidOptionError
 from tests.audit.checks import scores_of_runs
@@ -95,6 +95,17 @@ def test_refuses_options(options, words):
 def test_refuses_scores(score, included, words):
     with pytest.raises(DataError, match=words):
         Scores.of(score, included)
+
+
+def test_a_recorder_refuses_what_is_no_score_for_each_canary():
+    recorder = CanaryRecorder([True, False, True])
+    with pytest.raises(DataError, match="2 scores for 3 canaries"):
+        recorder.record([1.0, 2.0])
+    with pytest.raises(DataError, match="canaries 1 to 3: there are 3"):
+        recorder.record([1.0, 2.0], canaries=[1, 3])
+    recorder.record([1.0, 2.0], canaries=[0, 2])
+    with pytest.raises(DataError, match=r"1 canaries have no score \(the first is number 1\)"):
+        recorder.scores()
 
 
 def test_refuses_coins_that_were_not_fair():

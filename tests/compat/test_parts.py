@@ -35,6 +35,8 @@ def test_empty_batch_before_the_first_record():
         data_loader.CollateFnWithEmpty(default_collate)([])
     with pytest.raises(InvalidOptionError, match="give both"):
         data_loader.CollateFnWithEmpty(default_collate, dtypes=[int])
+    with pytest.raises(InvalidOptionError, match="'text' is no dtype"):
+        data_loader.CollateFnWithEmpty(default_collate, sample_empty_shapes=[(0,)], dtypes=["text"])([])
     with pytest.raises(InvalidOptionError, match="rand_on_empty"):
         data_loader.CollateFnWithEmpty(default_collate, rand_on_empty=True)
 
@@ -96,6 +98,9 @@ def test_analysis_is_that_of_opacus():
     assert rdp.get_privacy_spent(**spent) == pytest.approx(theirs.get_privacy_spent(**spent))
     with pytest.raises(InvalidOptionError, match="one divergence"):
         rdp.get_privacy_spent(orders=[2.0, 3.0], rdp=[0.1], delta=1e-5)
+    for orders in ([], 1.0, [2.0, float("inf")]):
+        with pytest.raises(InvalidOptionError, match="orders="):
+            rdp.compute_rdp(**{**step, "orders": orders})
 
 
 def test_program_prints_the_cost(capsys):

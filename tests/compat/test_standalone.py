@@ -11,6 +11,8 @@ from torch import nn
 from ghostclip.compat.opacus.grad_sample import GradSampleModuleFastGradientClipping, wrap_model
 from ghostclip.compat.opacus.optimizers import AdaClipDPOptimizer, DPPerLayerOptimizer, get_optimizer_class
 from ghostclip.compat.opacus.optimizers.utils import params
+from ghostclip.compat.opacus.schedulers import StepGradClip
+from ghostclip.compat.opacus.utils.adaptive_clipping.adaptive_clipping_utils import DPLossFastGradientAdaptiveClipping
 from ghostclip.compat.opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
     DPTensorFastGradientClipping,
@@ -123,6 +125,17 @@ def test_adaptive_by_hand():
     optimizer.step()
     # All six were clipped, so the bound grows by e.
     assert optimizer.max_grad_norm == pytest.approx(1e-2 * math.e)
+    with pytest.raises(InvalidOptionError, match="its bound moves by itself; use no schedule"):
+        StepGradClip(optimizer, step_size=1, gamma=0.5)
+
+
+def test_an_adaptive_criterion_needs_the_expected_size_of_batches():
+    model = small_model()
+    facade = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    given = options(expected_batch_size=None, loss_reduction="sum", max_grad_norm=BOUND)
+    optimizer = DPOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), **given)
+    with pytest.raises(InvalidOptionError, match="expected_batch_size=None: an adaptive clip bound"):
+        DPLossFastGradientAdaptiveClipping(facade, optimizer, nn.CrossEntropyLoss(reduction="sum"), "sum")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
