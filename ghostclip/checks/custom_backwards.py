@@ -91,24 +91,17 @@ def without_scale(capture: CaptureContext, begun: Sequence[Start]) -> str:
         Three backwards; more where something differs.
     """
     # Returns the refusal of means, for `refuse_means_without_scale`; empty where there is no such layer.
-    probe = probed(capture, begun, _scales(capture), linear=False)
+    probe, states = Probe({}, capture.describe_module), capture.sites.states()
+    size, anywhere = capture.forward.batch_size, partial(on_any, capture.gathering)
+    with capture.listening(probe):
+        run_probe(probe, begun, batch_size=size, run=capture.run_backward, weights=_scales(capture), on_any=anywhere)
+    capture.sites.restore(states)
     if not probe.unsteady:
         return ""
     site = probe.unsteady[0][0].site
     return _FOLLOWS_SIZE.format(
         where=f"{capture.describe_module(site.names[0])}: the gradient that comes to {site.describe()}"
     )
-
-
-def probed(capture: CaptureContext, begun: Sequence[Start], weights: Sequence[Weights], *, linear: bool) -> Probe:
-    """Run backwards with these weights of samples to the latest forward's layers; return the probe that saw them."""
-    # `linear`: all of it is torch's.
-    probe, states = Probe({}, capture.describe_module, linear), capture.sites.states()
-    size, anywhere = capture.forward.batch_size, partial(on_any, capture.gathering)
-    with capture.listening(probe):
-        run_probe(probe, begun, batch_size=size, run=capture.run_backward, weights=weights, on_any=anywhere)
-    capture.sites.restore(states)
-    return probe
 
 
 def _scales(capture: CaptureContext) -> list[Weights]:

@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-import ghostclip
 from ghostclip.audit import CanaryDataset, GradientCanaries, audit_scores, mislabelled
 from ghostclip.errors import DataError, InvalidOptionError
 from tests.engine.training import as_if_drawn
+from tests.private_run import PrivateRun
 
 RECORDS = 30
 
@@ -53,19 +53,12 @@ def test_mislabelled_records_have_another_label():
 
 
 def private(sigma=1.0, *, reduction="mean", size=40):
-    model = nn.Linear(size, size)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    records = TensorDataset(torch.randn(20, size))
+    records, model = TensorDataset(torch.randn(20, size)), nn.Linear(size, size)
+    options = {"batch_size": 5, "sigma": sigma, "max_grad_norm": 2.0, "loss_reduction": reduction}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return ghostclip.PrivacyEngine().make_private(
-            module=model,
-            optimizer=optimizer,
-            data_loader=DataLoader(records, batch_size=5),
-            noise_multiplier=sigma,
-            max_grad_norm=2.0,
-            loss_reduction=reduction,
-        )
+        run = PrivateRun(records, model=model, lr=0.0, **options)
+    return run.model, run.optimizer, run.loader
 
 
 def steps(model, optimizer, loader, count):

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import ghostclip
 from ghostclip.cli import main
+from tests.private_run import PrivateRun
 
 
 @pytest.fixture
@@ -17,15 +18,7 @@ def trained(tmp_path):
     path, data = tmp_path / "run.ledger", TensorDataset(torch.randn(300, 7), torch.randint(0, 3, (300,)))
     for noise, level in ((1.0, "fast"), (2.0, "secure")):
         engine = ghostclip.PrivacyEngine(ledger=path, noise_level=level)
-        model = nn.Linear(7, 3)
-        model, optimizer, loader = engine.make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(data, batch_size=60), noise_multiplier=noise, max_grad_norm=1.0,
-        )  # fmt: skip
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+        PrivateRun(data, model=nn.Linear(7, 3), engine=engine, batch_size=60, sigma=noise).train(5)
         engine.close()
     return path, engine.get_epsilon(1e-6)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from ghostclip import PrivacyEngine
 from ghostclip.errors import (
     IllegalModuleConfigurationError,
     UncoveredParameterError,
@@ -15,17 +14,13 @@ from ghostclip.errors import (
     UnsupportedModuleError,
 )
 from ghostclip.validation.fixers import ModuleValidator, register_module_validator
+from tests.private_run import PrivateRun
 
 
 def make_private(module: nn.Module, *, of: nn.Module | None = None):
     """Make a training private; its optimizer may be of another model."""
-    return PrivacyEngine().make_private(
-        module=module,
-        optimizer=torch.optim.SGD((of or module).parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.randn(8, 3, 4)), batch_size=2),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
+    optimizer = torch.optim.SGD((of or module).parameters(), lr=0.1)
+    return PrivateRun(TensorDataset(torch.randn(8, 3, 4)), model=module, batch_size=2, optimizer=optimizer)
 
 
 MIXING = {

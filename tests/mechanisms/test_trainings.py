@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,13 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def private(
-    mechanism: Mechanism | None, *, sigma: float, lr: float = 0.0, width: int = 4, **options: Any
+    mechanism: Mechanism | None, *, sigma: float, lr: float = 0.0, width: int = 4, ledger: Any = None, **options: Any
 ) -> tuple[Any, Any, Any, Any, Recorder]:
     torch.manual_seed(0)
     x, y = data()
     model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3)).double()
     inner = Recorder(model.parameters(), lr=lr)
-    engine = ghostclip.PrivacyEngine()
+    engine = ghostclip.PrivacyEngine(ledger=ledger)
     loader = DataLoader(TensorDataset(x, y), batch_size=SIZE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -272,18 +273,7 @@ def test_combinations_that_nobody_accounts_for_are_refused(options: dict[str, An
 
 @pytest.mark.parametrize("mechanism", [MECHANISMS[2], MECHANISMS[3], MECHANISMS[4], *MECHANISMS[-4:]], ids=repr)
 def test_a_ledger_holds_any_mechanism_and_a_repeated_step_costs_nothing(mechanism: Mechanism, tmp_path: Path) -> None:
-    def begun() -> tuple[Any, ...]:
-        torch.manual_seed(0)
-        x, y = data()
-        model = nn.Linear(5, 3).double()
-        engine = ghostclip.PrivacyEngine(ledger=tmp_path / "ledger")
-        loader = DataLoader(TensorDataset(x, y), batch_size=SIZE)
-        made = engine.make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=loader,
-            noise_multiplier=1.0, max_grad_norm=CLIP, loss_reduction="sum", mechanism=mechanism,
-        )  # fmt: skip
-        return engine, *made, None
-
+    begun = partial(private, mechanism, sigma=1.0, lr=0.1, ledger=tmp_path / "ledger")
     first = begun()
     steps = train(first, 1)
     next(steps)
