@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, takewhile
 from math import isfinite, prod
 from typing import Any, Final
 
@@ -231,8 +231,12 @@ def loss_paths(losses_B: Tensor, parameters: frozenset[str]) -> dict[tuple[Any, 
     return grouped(path_list, parameters)
 
 
-def _refuse_uneven(path: Path, batch_size: int) -> None:
-    """Refuse a mean over values of single samples of which some have none, or more than others."""
+def _refuse_mean(path: Path, row_map: RowMap, batch_size: int, reduction: str) -> None:
+    """Refuse a mean that was declared a sum, and one over values of single samples where some have none, or more."""
+    if reduction == "sum":
+        raise LossReductionError(_MEAN_AS_SUM)
+    if row_map.kind != "one":
+        return
     for (node, number), piece in reversed([*pairwise((*path.passed(), path.ends[0]))]):
         if node.name() in ("CatBackward0", "StackBackward0"):
             dim = _torch.signed(_torch.saved(node, "dim"))
@@ -254,9 +258,10 @@ def added(parallel_paths: Sequence[Path], constants: Sequence[float], batch_size
 
 
 def row_of(path: Path, batch_size: int) -> int | None:
-    """Return which sample's row a path leads through, nearest to the model; None where it is through none."""
-    rows = (picked_entry(*edge, batch_size) for edge in reversed(path.passed()))
-    return next((row for row in rows if row is not None), None)
+    """Return which sample's row of its end a path leads through, nearest to it; None where it is through none."""
+    above = takewhile(lambda edge: edge not in path.ends, path.passed())
+    rows = [row for edge in above if (row := picked_entry(*edge, batch_size)) is not None]
+    return rows[-1] if rows else None
 
 
 def constant_of(parallel_paths: Sequence[Path], *, batch_size: int, axis: int, counts: Counts) -> float:
@@ -334,10 +339,8 @@ def scale_of(  # noqa: PLR0913 - what is known of a step and of those before
             f"sum, so its scale is not known. {remedy(reduction)}"
         )
     is_mean = any(step.kind == "mean" for step in steps)
-    if batch_size > 1 and is_mean and reduction == "sum":
-        raise LossReductionError(_MEAN_AS_SUM)
-    if batch_size > 1 and is_mean and row_map.kind == "one":
-        _refuse_uneven(path, batch_size)
+    if batch_size > 1 and is_mean:
+        _refuse_mean(path, row_map, batch_size, reduction)
     numbers = [number for number in path.numbers if batch_size > 1 or not number.has_axes]
     sign = prod(-1 if number.given < 0 else 1 for number in numbers)
     readings = [(frozenset({"mean"} if is_mean else {"sum"}), numbers)]
