@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ghostclip
 from ghostclip import _torch
-from ghostclip.checks.unchecked import LOOP
+from ghostclip.checks.loop_record import Loop, LoopRecord
+from ghostclip.checks.unchecked import LOOP, Unchecked
 from ghostclip.data.physical_batches import BatchMemoryManager
 from ghostclip.errors import GhostClipError, LossReductionError, SampleMixingError
 from tests.checks.test_criterion import BATCH, FOLLOW, OWN, C, losses_of
@@ -909,3 +910,12 @@ for _ in range({steps}):
     command = [sys.executable, "-W", "ignore", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_record_that_ends_while_a_function_runs_is_not_opened_again():
+    """The collector may take a loop at any moment, and ends its record then."""
+    modes, loop = _torch.active_modes(), Loop(Unchecked(), is_on=True)
+    LoopRecord(loop).begin([torch.ones(2)])
+    torch.ones(1).apply_(lambda value: (LoopRecord.end(), value)[1])
+    LoopRecord.end()
+    assert (LoopRecord.entered, _torch.active_modes()) == ([], modes)
