@@ -273,7 +273,9 @@ class LoopRecord(TorchFunctionMode):
             self._outside.update(() if graded else makes)
         elif not takes and getattr(func, "__name__", "") in _MAKES:
             self._put(made, drawn=0, is_made=True)
-        self._is_open = self._is_open and self._last < _MOST
+        # Only ever closed here: it may have ended while the function ran.
+        if self._last >= _MOST:
+            self._is_open = False
         return result
 
     def _hands_on(self, func: Any, args: Sequence[Any], made: Sequence[Any]) -> bool:
