@@ -214,7 +214,7 @@ class GhostClipper:
         check_shape(loss, batch_size=0 if forward.is_dummy else forward.batch_size)
         per_sample, start = loss.dim() == 1, 1.0
         with self._capture.doubted_if_refused():
-            with nullcontext() if LoopRecord.open is None else self._evidence.loop.looking_at_loss([loss], forward):
+            with nullcontext() if LoopRecord.open is None else self._evidence.around(self._capture, [loss], forward):
                 # First, as it lets go of what was held to be looked at.
                 cut = None if self._reducer is None else self._reduce(self._reducer, loss)
                 if not per_sample:
@@ -486,7 +486,7 @@ class GhostClipper:
             if any(forward.ends_on_mesh for forward in forwards):
                 refuse_lost_gradient(roots)
             refuse_two_sizes(forwards)
-            with nullcontext() if LoopRecord.open is None else self._evidence.loop.looking_at_loss(roots, forwards[0]):
+            with nullcontext() if LoopRecord.open is None else self._evidence.around(self._capture, roots, forwards[0]):
                 self._examiner.examine(self._capture, roots, grads, forwards)
             return self._start(roots, grads, forwards)
         output_grads = list(grads) or [None]

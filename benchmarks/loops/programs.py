@@ -231,6 +231,90 @@ _LEARNS = (
     "F.kl_div({o}.log_softmax(1), q.clone().softmax(1), reduction='none').sum(1)", "({o} * q.clone()).sum(1)",
     "F.mse_loss({o}, q.clone(), reduction='none').mean(1)", "F.cosine_similarity({o}, q.clone(), dim=1)",
 )  # fmt: skip
+# Of x (B, 4) as images i (B, 1, 2, 2), for a convolution.
+_IMAGES = (
+    (
+        "F.pad(i, (1, 0))[..., :2]", "i.flip(3)", "F.interpolate(i, scale_factor=2)[..., ::2, ::2]",
+        "torch.fft.ifft2(torch.fft.fft2(i) * 0.5).real", "i.rot90(1, (2, 3))", "F.avg_pool2d(i, 2).expand_as(i) + i",
+        "F.conv2d(i.view(1, -1, 2, 2), torch.full((len(i), 1, 1, 1), 0.5).double(), groups=len(i)).view_as(i)",
+        "torch.stack([r.flip(-1) if r.sum() > 1 else r for r in i])", "F.instance_norm(i)",
+        "torch.where(i.amax((1, 2, 3), keepdim=True) > 1, i, -i)", "i.contiguous(memory_format=torch.channels_last)",
+        "F.grid_sample(i, F.affine_grid(torch.eye(2, 3).double().expand(len(i), 2, 3), i.shape))",
+        "i.clone().index_fill_(2, torch.tensor([0]), 0.0)", "i * (x[:, 0] > 1)[:, None, None, None]",
+    ),
+    (
+        "0.7 * i + 0.3 * i.flip(0)", "torch.cat([i[:, :, :1], i.flip(0)[:, :, 1:]], 2)",
+        "(i - i.mean((0, 2, 3), keepdim=True)) / i.std()", "i.clamp(max=i.quantile(0.9))",
+        "F.conv2d(i.view(1, -1, 2, 2), torch.ones(len(i), len(i), 1, 1).double()).view_as(i)",
+        "torch.fft.fft(i, dim=0).real", "i * (i.amax((1, 2, 3)) >= i.max())[:, None, None, None]",
+        "F.normalize(i.transpose(0, 1), dim=1).transpose(0, 1)", "i + i.sort(0).values", "F.batch_norm(i, None, None, training=True)",
+        "F.instance_norm(i.transpose(0, 1)).transpose(0, 1)", "torch.stack([r.flip(-1) if r.sum() > i.sum() / len(i) else r for r in i])",
+        "F.conv3d(i.view(1, 1, -1, 2, 2), torch.ones(1, 1, 3, 1, 1).double(), padding=(1, 0, 0)).view_as(i)",
+        "F.avg_pool1d(i.flatten(1).T, 3, 1, 1).T.reshape(i.shape)", "i * F.interpolate(i.flatten(1)[None, None], size=(len(i), 4), mode='bilinear').sum(3).view(-1, 1, 1, 1)",
+        "F.group_norm(i.view(1, -1, 2, 2), 1).view_as(i)", "F.local_response_norm(i.view(1, -1, 2, 2), 3, alpha=1.0).view_as(i)",
+        "F.unfold(i.view(1, 1, -1, 4), (3, 1), padding=(1, 0)).sum(1).view_as(i)", "torch.where(y.view(-1, 1, 1, 1) == y.mode().values, i, -i)",
+        "F.layer_norm(i.view(-1), (i.numel(),)).view_as(i)", "F.max_pool1d(i.flatten(1).T, 3, 1, 1).T.reshape(i.shape)",
+    ),
+)  # fmt: skip
+# What a hook on the outputs, or a custom function between them and the losses, makes of a gradient g (B, 3).
+_BACKWARDS = (
+    ("g * 0.5", "g * x[:, :1]", "g.flip(1)", "g.masked_fill(x[:, :3] < 0.5, 0.0)", "g.where(y[:, None] > 0, -g)", "g - g.mean(1, keepdim=True)"),
+    (
+        "g / (g.norm() + 1e-9)", "g - g.mean(0)", "g.flip(0)", "g * (g.abs() >= g.abs().max())", "g.cumsum(0)",
+        "g.clamp(-g.std(), g.std())", "torch.where(g > g.median(), g, 0 * g)", "g * (1 + y.double().mean())",
+        "g / g.abs().max().clamp(min=1e-9)", "g + g[:1]", "g * (y == y[0])[:, None]", "g * x.mean()",
+        "F.normalize(g, dim=0)", "g.clamp(-0.02, 0.02)", "g.nan_to_num() * g.count_nonzero()", "g.index_copy(0, torch.tensor([0]), g[1:2])",
+        "g.sort(0).values", "g @ (g.T @ g) * 100",
+    ),
+)  # fmt: skip
+# A step against the model first: what of the gradient g (B, 4) of the inputs is added to them.
+_ATTACKS = (
+    ("0.1 * g.sign()", "0.1 * F.normalize(g, dim=1)", "g", "0.5 * g.clamp(-0.1, 0.1)"),
+    (
+        "0.1 * g / (g.norm() + 1e-9)", "g / g.abs().max().clamp(min=1e-9)", "g - g.mean(0)", "g.flip(0)", "g.mean(0).sign() * 0.1",
+        "0.1 * (g.abs() >= g.abs().median())", "g * (g.norm(dim=1) > g.norm(dim=1).mean())[:, None]", "g / len(x)", "g.sum(0, keepdim=True)",
+    ),
+)  # fmt: skip
+# Inputs that are written to.
+_WRITES = (
+    (
+        "x[:, 0] = 0", "x[x > 1] = 1.0", "[r.div_(r.norm()) for r in x]", "x[y == 0] *= 2", "x.select(1, 0).zero_()",
+        "for i in range(len(x)): x[i] = x[i].flip(0)", "torch.clamp(x, max=1, out=x)", "x.T.mul_(2)", "x += 1", "x.view(-1, 2, 2)[:, 0] = 0",
+    ),
+    (
+        "x -= x.mean(0)", "x[x > x.mean()] = 0", "x[0] = x[1]", "for i in range(1, len(x)): x[i] += 0.5 * x[i - 1]",
+        "x[y == y[0]] *= 2", "x.div_(x.abs().max())", "x.copy_(x.flip(0))", "x.sub_(x[:1].clone())", "x.T.copy_(x.T.softmax(1))",
+        "x.index_add_(0, torch.tensor([0]), x[1:2].clone())", "x.T[0].sub_(x.T[0].mean())", "torch.sub(x, x.mean(0), out=x)",
+        "x.view(-1)[x.view(-1).argmax()] = 0", "x[x[:, 0].argmax()] = 0", "s = [x[0] * 0]; [s.append(s[-1] + r) for r in x]; x = torch.stack(s[1:])",
+        "x[1:] = 0.5 * x[1:] + 0.5 * x[:-1]", "x[::2] = x[::2].mean(0)", "x.masked_scatter_(x > x.median(), x.flip(0).clone())", "x.resize_(x.shape).mul_(x.norm())",
+        "x.scatter_(0, y[:, None].expand(-1, 4), 0.0)", "x.lerp_(x.mean(0).expand_as(x), 0.5)", "r = x.unbind(0); r[0].mul_(r[1].sum())",
+        "x.index_fill_(0, x[:, 0].topk(2).indices, 0.0)", "a, b = x.chunk(2); a.sub_(b.mean(0))",
+    ),
+)  # fmt: skip
+_MAPPED = (
+    (
+        "torch.vmap(F.cross_entropy)({o}, y)",
+        "torch.vmap(lambda o, r: (o - r[:3]).square().sum())({o}, x)",
+        "torch.vmap(torch.logsumexp, in_dims=(0, None))({o}, 0)",
+        "torch.cat([model(r[None]) for r in x]).square().sum(1)",
+        "torch.stack([F.cross_entropy(o, t) for o, t in zip({o}, y)])",
+        "through(lambda g: 2 * g, {o}).square().sum(1)",
+        "torch.stack([model(r[None])[0] for r in x]).logsumexp(1)",
+        "torch.stack([o[t] for o, t in zip({o}, y.tolist())])",
+    ),
+    (
+        "torch.vmap(lambda c: c - c.mean(), in_dims=1, out_dims=1)({o}).square().sum(1)",
+        "torch.vmap(lambda c: c.softmax(0), in_dims=1, out_dims=1)({o}).sum(1)",
+        "torch.vmap(lambda a: torch.vmap(lambda b: (a - b).square().sum())({o}).min())({o} + 1)",
+        "({o}[:, :1] - x[:, 0]).square().mean(1)",
+        "F.mse_loss({o}[:, :1], x[:, 0].expand(1, -1), reduction='none').mean(1)",
+        "torch.stack([(o - q).square().sum() for o, q in zip({o}, [*{o}[1:], {o}[0]])])",
+        "({o}[:, 0] - x[:, :1]).abs().mean(0)",
+        "torch.stack([{o}[i, y[i - 1]] for i in range(len(x))])",
+        "torch.stack([o.sum() * (t == y).sum() for o, t in zip({o}, y)])",
+        "torch.stack([o.sum() * s for o, s in zip({o}, x[:, 0].softmax(0))])",
+    ),
+)
 # What no engine sees in a step: factors that follow the batch's size or a number that was read, where no other batch
 # was met yet or a function that is not linear follows; inputs that stand beside other records' labels; positions that
 # are weighed, or counted, by the length of the longest record and left out where they are padding.
@@ -243,6 +327,7 @@ _MIXES = dict.fromkeys(
 )
 _MIXES |= {"kept": ("nothing", "kept", "kept", "kept"), "tokens": ("nothing", "tokens", "records", "all")}
 _MIXES |= {"parts": ("nothing", "hidden"), "views": ("nothing", "views"), "taught": ("nothing", "taught", "taught")}
+_MIXES |= {name: ("nothing", name, name) for name in ("images", "hooks", "functions", "attacks", "writes", "mapped")}
 _FRAMES = tuple(_MIXES)
 _LEFT_OUT = 4
 _DIGITS = 1e-7
@@ -269,6 +354,7 @@ class Program:
         frozen = nn.Linear(FEATURES, 3).double().requires_grad_(requires_grad=False)
         normalising = nn.Sequential(frozen, nn.BatchNorm1d(3).double())
         names: dict[str, Any] = {"torch": torch, "F": functional, "kept": {}, "teacher": frozen}
+        names["through"] = lambda change, value: _Through.apply(value, change)
         names["normalising"] = normalising.requires_grad_(requires_grad=False)
         exec(source, names)
         loss: Callable[[Any, Tensor, Tensor], Tensor] = names["loss"]
@@ -281,9 +367,12 @@ class Program:
 
         return of_outputs
 
+    def _model(self) -> Callable[[], nn.Module]:
+        return {"tokens": tagger, "images": _convolution}.get(self.frame, mlp)
+
     def __call__(self, world: World) -> None:
         """Train for an epoch."""
-        loss, bare = self.compiled(), world.watch(tagger if self.frame == "tokens" else mlp)
+        loss, bare = self.compiled(), world.watch(self._model())
         optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
         if self.frame == "criterion":
             return self._with_a_criterion(world, loss, bare, optimizer)
@@ -310,7 +399,7 @@ class Program:
     def keeps_apart(self) -> str:
         """Whether each record adds its own part, whatever others there are, to a "mean" or a "sum"; else ""."""
         tokens = self.frame == "tokens"
-        world, model = World(), tagger() if tokens else mlp()
+        world, model = World(), self._model()()
         records = (world.ids, world.mask) if tokens else (world.features, world.labels)
         parts = {kind: self._adds_up(model, records, mean=kind == "mean") for kind in ("mean", "sum")}
         return next((kind for kind, adds_up in parts.items() if adds_up), "")
@@ -342,6 +431,24 @@ class Program:
         return True
 
 
+class _Through(torch.autograd.Function):
+    """Hands a value on, and changes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.change(grad), None
+
+
+def _convolution() -> nn.Module:
+    hidden = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2, padding=1), nn.Tanh(), nn.Flatten())
+    return nn.Sequential(hidden, nn.Linear(27, 3)).double()
+
+
 def _padded(records: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """A batch; tokens are cut to the longest record."""
     x, y = (torch.stack(values) for values in zip(*records, strict=True))
@@ -370,12 +477,35 @@ class _Author:
             self._statements.append("o, p = model(torch.cat([x, x * 1.1 + 0.1])).chunk(2)")
             value = self._name(self._pick(_VIEWS, "views").format(o="o", p="p"))
             return Program((*self._statements, f"return {value}.mean()"))
+        if self._frame in ("images", "hooks", "functions", "attacks", "writes", "mapped"):
+            return self._of(self._frame)
         for name, table, what in (("x", _INPUTS, "inputs"), ("y", _TARGETS, "targets")):
             if self._mixes == what or self._chance.random() < 0.3:
                 self._statements.append(f"{name} = {self._pick(table, what)}")
         last = self._pick(_ALL, "all").format(a=self._each(), b=self._each(), c=self._number(), m=self._matrix())
         frame = "loop" if self._frame in ("kept", "parts") else self._frame
         return Program((*self._statements, f"return {last}"), frame)
+
+    def _of(self, frame: str) -> Program:
+        if frame == "images":
+            self._statements.append(f"i = x.view(-1, 1, 2, 2); x = ({self._pick(_IMAGES, frame)}).flatten(1)")
+        if frame == "attacks":
+            reduction = self._chance.choice(("sum", "sum", "mean"))
+            self._statements.append("d = torch.zeros_like(x).requires_grad_()")
+            loss = f"F.cross_entropy(model(x + d), y, reduction={reduction!r})"
+            self._statements.append(f"(g,) = torch.autograd.grad({loss}, d); x = x + {self._pick(_ATTACKS, frame)}")
+        if frame == "writes":
+            self._statements.append(self._chance.choice(("x = x.clone()", "pass", "x = x * 1.1")))
+            self._statements.append(self._pick(_WRITES, frame))
+        output = self._matrix()
+        if frame == "hooks":
+            self._statements.append(f"{output}.register_hook(lambda g: {self._pick(_BACKWARDS, frame)})")
+        if frame == "functions":
+            output = self._name(f"through(lambda g: {self._pick(_BACKWARDS, frame)}, {output})")
+        table = _MAPPED if frame == "mapped" else (_LOSSES, _LOSSES)
+        value = self._name(self._pick(table, frame).format(a=output, o=output))
+        last = self._chance.choice(("{a}.mean()", "{a}.mean()", "{a}.sum() / len(x)", "(2 * {a}).mean()"))
+        return Program((*self._statements, "return " + last.format(a=value)), "images" if frame == "images" else "loop")
 
     def _of_tokens(self) -> Program:
         self._statements.append("m, t = y, (x > 6).long()")

@@ -67,7 +67,7 @@ class ModuleCall(NamedTuple):
 class InputNotes(Protocol):
     """Whoever notes the inputs of forwards that take in samples."""
 
-    on_batch: Callable[[], object] | None  # called as a batch is handed out
+    on_batch: Callable[[Sequence[Tensor]], object] | None  # called as a batch is handed out, with its tensors
     on_end: Callable[[], object] | None  # called when whoever takes batches takes no more
 
     def note(self, tensors: Sequence[Tensor], rows: int) -> Any:

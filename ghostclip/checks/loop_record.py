@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from ghostclip import _torch, _tree
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.hooks import suspend_compiler
+from ghostclip.capture.param_use import ParamUse
 from ghostclip.checks.batches import LOUDER, AlikeDraws, Batch, Randomness, WithoutDropout, louder, unnoticed
 from ghostclip.checks.dependence import Alike, alike, batch_axis_of, of_samples, rare_sample
 from ghostclip.checks.independence import TOLERANCE
@@ -48,6 +49,12 @@ _REFUSED: Final = (
     "samples by what is in the batch, or counts over it. Without one sample all others' gradients would change, and no "
     "clipping bounds that. Compute each sample's loss from its own output and target, with weights that are public "
     "constants."
+)
+_BACKWARD: Final = (
+    "the backward of the loss: the gradient of one sample's output changed when half of the samples were replaced in "
+    "what a hook, or a custom autograd function, between the loss and the outputs holds of the batch: it weighs, "
+    "scales or selects gradients by what is in the batch, or counts over it. Without one sample all others' gradients "
+    "would change, and no clipping bounds that. Change each sample's gradient by its own record and public constants."
 )
 _KEPT: Final = (
     "the loss, or an input of the model, follows what the loop kept of an earlier batch: with one other record in that "
@@ -88,6 +95,7 @@ _HANDS_ON: Final = frozenset(
 _MAKES: Final = frozenset(
     {"rand", "randn", "randint", "randperm", "normal", "zeros", "ones", "full", "arange", "linspace"}
 )
+_BY_PLACE: Final = frozenset({"arange", "linspace"})
 _BETWEEN_RANKS: Final = re.compile("torch.distributed|c10d")
 # Running statistics are written to without being counted.
 _IN_PLACE: Final = re.compile("(.*[^_]_)|__(setitem|i[a-z]+)__|(batch|instance)_norm")
@@ -108,7 +116,7 @@ class _Call(NamedTuple):
     graded: bool  # whether gradients were on
     cast: tuple[str, torch.dtype | None]  # the device's type, and what autocast computed with there
     writes: bool  # whether it writes to what it was given
-    part: bool  # whether it hands on a part of a batch
+    part: int  # how many records of a batch it hands on at least, in one part; 0 where it does nothing else
 
 
 class _Given(NamedTuple):
@@ -118,7 +126,7 @@ class _Given(NamedTuple):
     version: int
     drawn: int  # records of the batch that it is known to be of; 0 where it is of none
     other: Tensor | None  # what it would be with another record in an earlier batch, if it is known to be of one
-    is_made: bool  # whether it was made of no data: noise, constants, places
+    maker: str  # the function that made it of no data: noise, constants, places; "" for none
 
 
 class Kept:
@@ -260,33 +268,40 @@ class LoopRecord(TorchFunctionMode):
             self._is_open = False
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        writes, made = by_name or [*map(_torch.known_version, taken)] != versions, _made(result)
+        writes = by_name or [*map(_torch.known_version, taken)] != versions
+        self._note(func, arguments, args, _made(result), graded=graded, writes=writes)
+        # Only ever closed here: it may have ended while the function ran.
+        if self._last >= _MOST:
+            self._is_open = False
+        return result
+
+    def _note(
+        self, func: Any, arguments: Any, args: Sequence[Any], made: Sequence[Any], *, graded: bool, writes: bool
+    ) -> None:
+        """Note a call that has returned."""
         takes = frozenset(int(leaf) for leaf in _tree.leaves(arguments) if type(leaf) is _At)
         # Bookkeeping asks what a tensor is a view of, which copies of it are not.
         if takes and (made or writes) and func != _torch.base_read:
             makes, kind = [self.number_of(value) for value in made], _device_of(made)
-            part = not writes and takes.isdisjoint(makes) and self._hands_on(func, args, made)
+            part = 0 if writes or not takes.isdisjoint(makes) else self._hands_on(func, args, made)
             # A loop that goes through a batch in parts has the records of one in what the model is called with.
             self._put(made if part else (), drawn=1)
             cast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
             self.calls.append(_Call(func, arguments, takes, makes, graded, (kind, cast), writes, part))
             self._outside.update(() if graded else makes)
         elif not takes and getattr(func, "__name__", "") in _MAKES:
-            self._put(made, drawn=0, is_made=True)
-        # Only ever closed here: it may have ended while the function ran.
-        if self._last >= _MOST:
-            self._is_open = False
-        return result
+            self._put(made, drawn=0, maker=func.__name__)
 
-    def _hands_on(self, func: Any, args: Sequence[Any], made: Sequence[Any]) -> bool:
-        """Return whether what is made holds records of a batch that was handed out, in their places."""
+    def _hands_on(self, func: Any, args: Sequence[Any], made: Sequence[Any]) -> int:
+        """Return how many records of a batch that was handed out each made tensor holds at least, in their places."""
         name, (source, index, *_) = getattr(func, "__name__", ""), (*args, None, None)
         if name not in _HANDS_ON or not (isinstance(source, Tensor) and self.knows(source) and self._is_given(source)):
-            return False
+            return 0
         is_part = name != "__getitem__" or isinstance(index, slice)
         given = self.given[self.number_of(source)]
-        is_drawn = given.drawn > 0 and given.other is None
-        return is_part and is_drawn and all(one.shape[1:] == source.shape[1:] for one in made)
+        is_drawn = is_part and given.drawn > 0 and given.other is None and source.dim() > 0
+        alike = is_drawn and all(one.shape[1:] == source.shape[1:] for one in made)
+        return min(map(len, made)) if alike else 0
 
     def _noted(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -310,11 +325,9 @@ class LoopRecord(TorchFunctionMode):
         drawn, other = (0, None) if loop is None else (loop.drawn_with(tensor), loop.kept.other_of(tensor))
         self._put([tensor], drawn=drawn, other=other)
 
-    def _put(
-        self, tensors: Iterable[Tensor], *, drawn: int, other: Tensor | None = None, is_made: bool = False
-    ) -> None:
+    def _put(self, tensors: Iterable[Tensor], *, drawn: int, other: Tensor | None = None, maker: str = "") -> None:
         for one in tensors:
-            self.given[self.number_of(one)] = _Given(one, _torch.known_version(one), drawn, other, is_made)
+            self.given[self.number_of(one)] = _Given(one, _torch.known_version(one), drawn, other, maker)
 
     def _take_gradients(self, inputs: Any, grads: Any) -> Any:
         """Take in gradients, which are of a batch unless they are those of parameters; return them."""
@@ -324,11 +337,15 @@ class LoopRecord(TorchFunctionMode):
         return grads
 
     def _copy(self, tensor: Tensor) -> None:
-        """Copy what came from elsewhere before it, or a view of it, is written to."""
-        for one in (tensor, _torch.base_of(tensor)):
-            if one is not None and self.knows(one) and self._is_given(one):
-                number, copy = self.number_of(one), one.clone()
-                self.given[number] = self.given[number]._replace(tensor=copy, version=_torch.known_version(copy))
+        """Copy what came from elsewhere before it, or a view of it, is written to; what is a part of it is computed."""
+        parts = {number for call in self.calls if call.part for number in call.makes}
+        for number, one in [*self.given.items()]:
+            if _memory_of(one.tensor) == _memory_of(tensor):
+                if number in parts:
+                    del self.given[number]
+                else:
+                    copy = one.tensor.clone()
+                    self.given[number] = one._replace(tensor=copy, version=_torch.known_version(copy))
 
     def knows(self, value: Tensor | float) -> bool:
         """Return whether a tensor, or a float that was read of one, has a number."""
@@ -397,6 +414,20 @@ def _made(result: Any) -> list[Any]:
     return [leaf for leaf in _tree.leaves(result) if isinstance(leaf, Tensor) or type(leaf) is float]
 
 
+def _takes_one(call: _Call) -> bool:
+    """Return whether a call takes samples one by one."""
+    name, args = getattr(call.func, "__name__", ""), call.arguments[0]
+    index = args[1] if len(args) > 1 else None
+    first = index[0] if isinstance(index, tuple) and index else index
+    return name in ("unbind", "select") or (name in ("__getitem__", "__setitem__") and type(first) is int)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return a number that views of one memory share; those of other layouts and classes have their own."""
+    plain = tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter)
+    return _torch.memory_key(tensor) if plain else id(tensor)
+
+
 def _device_of(made: Sequence[Any]) -> str:
     return next((value.device.type for value in made if isinstance(value, Tensor)), "cpu")
 
@@ -437,6 +468,8 @@ def _largest(values: Tensor) -> Tensor:
 class LoopReplay:
     """What was recorded, to be computed with other samples."""
 
+    _most: float = _LARGEST
+
     def __init__(self, record: LoopRecord, calls: Sequence[_Call], values: Mapping[int, Tensor], batch: Batch) -> None:
         # `values`: what is asked about, by number; nothing if all that the loop keeps is.
         axis_of = partial(batch_axis_of, batch_size=batch.size, axis=batch.axis)
@@ -449,7 +482,8 @@ class LoopReplay:
         used = frozenset(values).union(*(call.takes for call in calls)) - computed
         noted = {n: one for n, one in record.given.items() if n in used or not (values or n in computed)}
         self._tensors = {number: one.tensor for number, one in noted.items()}
-        self._made = frozenset(number for number, one in noted.items() if one.is_made)
+        self._made = frozenset(number for number, one in noted.items() if one.maker)
+        self._placed = [number for number, one in noted.items() if one.maker in _BY_PLACE]
         self._is_stale = any(_torch.known_version(one.tensor) != one.version for one in noted.values())
         # Of what has samples, the axis: parameters have none.
         axes = {n: None if t.is_leaf and t.requires_grad else axis_of(t) for n, t in self._tensors.items()}
@@ -466,7 +500,7 @@ class LoopReplay:
         self._tolerance = max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=0.0)
         elements = sum(self._tensors[number].numel() for number in self._axes.keys() & used)
         few = max(2, min(batch.size, batch.size * _LARGE // max(elements, 1)))
-        few = few if values or elements > _LARGEST else batch.size
+        few = few if values or elements > self._most else batch.size
         self._batch, self._is_whole = replace(batch, size=few), few == batch.size
         if not self._is_whole:
             # The others are let go of.
@@ -527,7 +561,7 @@ class LoopReplay:
     def fate(self) -> str:
         """Return what became of samples: "mixed", "moved" to other places, or nothing that shows."""
         if not self._look(self._changes):
-            return "mixed" if self._blends() else ""
+            return "mixed" if (self._is_parted() and self._look(self._go_by_place)) or self._blends() else ""
         # Random numbers belong to places: where samples may have moved, all get the same ones.
         self._draws = AlikeDraws(self._batch.axis)
         with WithoutDropout():
@@ -569,6 +603,28 @@ class LoopReplay:
             for rest, _, pairs in self._neighbours(whole)
             for one, other in pairs
         )
+
+    def _is_parted(self) -> bool:
+        """Return whether a batch was taken apart, and no sample alone: of that one Python may decide by itself."""
+        parts = {call.part for call in self._calls} - {0, self._batch.size}
+        return bool(parts) and 1 not in parts and not self._drawn and not any(map(_takes_one, self._calls))
+
+    def _go_by_place(self, whole: Sequence[int]) -> bool:
+        """Return whether samples have other values or gradients in other places of the batch."""
+        size = self._batch.size
+        order = random.Random(self._batch.seed).sample(range(size), size)
+        # Random numbers belong to places.
+        self._draws = draws = AlikeDraws(self._batch.axis)
+        with WithoutDropout():
+            base, now = self._run(range(size), whole), self._run(order, [*whole, *self._placed])
+        self._draws = None
+        # What stays in its place follows none of them.
+        differ = [
+            all(bool(_largest(were - other) > self._tolerance * _largest(one)) for were in (one, one[order]))
+            for one, other, axis in zip(base, now, self._compared, strict=True)
+            if axis is not None
+        ]
+        return any(differ) and all(type(one) is tuple for one in draws.seen)
 
     def _mixes_rows(self, whole: Sequence[int]) -> bool:
         """Return whether fewer samples than stay in the batch have the same values, in whatever places."""
@@ -702,6 +758,75 @@ class LoopReplay:
         return {number: value for number, value in values.items() if _shape_of(value) == only.get(number, ...)}
 
 
+class BackwardReplay(LoopReplay):
+    """The backward of a loss, with what its hooks and functions hold of the loop as it would be with other samples."""
+
+    # They run in autograd's engine, which no mode follows: the tensors themselves get other values for as long.
+    _most = float("inf")
+
+    def __init__(self, record: LoopRecord, batch: Batch, gradients: Callable[[], list[Tensor]]) -> None:
+        # `gradients`: those of all layers, samples first.
+        super().__init__(record, record.calls, {}, batch)
+        self._gradients = gradients
+
+    def mixes(self) -> bool:
+        """Return whether samples' gradients change when others are replaced, as far as it is known."""
+        return self._look(self._changes)
+
+    def _is_as_recorded(self) -> bool:
+        self._base = self._run(range(self._batch.size), ())
+        self._compared = [0] * len(self._base)
+        return True
+
+    def _changes(self, whole: Sequence[int]) -> bool:
+        # Hardly any holds anything: one that does shows where all samples are others.
+        size = self._batch.size
+        others = [self._run(size * [sample], whole) for sample in (0, rare_sample(self._alike) % size)]
+        moved = [
+            float(_largest(a - b)) > self._tolerance * float(_largest(a))
+            for other in others
+            for a, b in zip(self._base, other, strict=True)
+        ]
+        return any(moved) and super()._changes(whole)
+
+    def _run(
+        self, samples: Sequence[int], whole: Sequence[int], loud: Sequence[int] = (), *, others: bool = False
+    ) -> list[Tensor]:
+        """Return the gradients with samples, each in a place, in what was known by then."""
+        known = ((number, read()) for number, read in self._known.items())
+        alive = {number: one for number, one in known if isinstance(one, Tensor) and not one.is_inference()}
+        shapes = {number: one.shape for number, one in alive.items()}
+        values = self._values(samples, whole, loud, others=others, only=shapes)
+        with _holding([(alive[n], value) for n, value in values.items() if alive[n].dtype == value.dtype]):
+            return self._gradients()
+
+
+class LayerRows:
+    """Receiver of the gradients of a forward's layers, samples first, as numbers that tell them."""
+
+    def __init__(self, forward: ForwardContext) -> None:
+        self.rows: list[Tensor] = []
+        self._forward = forward
+
+    def receive(self, use: ParamUse, grad: Tensor) -> None:
+        """Take in a layer's."""
+        if use.forward is self._forward:
+            self.rows.append(_brief(use.row_map.split(grad, use.num_batch_dims, use.forward.batch_size), 0))
+
+
+@contextmanager
+def _holding(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Within the block, let tensors hold the values of others; views of their memory, and its owner, do not."""
+    pairs = [(one, one.data, other.detach()) for one, other in values]
+    try:
+        for one, _, other in pairs:
+            one.data = other
+        yield
+    finally:
+        for one, own, _ in pairs:
+            one.data = own
+
+
 def _shape_of(value: Any) -> torch.Size | None:
     return value.shape if isinstance(value, Tensor) else None
 
@@ -735,11 +860,13 @@ class Loop:
         # Steps that were looked at, in a row, in which all samples were alike in something; whether that goes on.
         self._repeats, self.asks = 0, False
         self._ahead = 0  # batches that were handed out since a record began, until a forward
+        self._batches: list[weakref.ref[Tensor]] = []  # their tensors
         self._latest: list[LoopRecord] = []
         weakref.finalize(self, _abandon, self._latest).atexit = False
 
-    def take_batch(self) -> None:
+    def take_batch(self, batch: Sequence[Tensor]) -> None:
         """Record what is done with a batch that is handed out, if the next forward is one to ask about."""
+        self._batches = [one for one in self._batches if one() is not None] + [weakref.ref(one) for one in batch]
         self._is_in_order = True
         self.may_keep = self.may_keep and bool(self.kept)
         if LoopRecord.open in self._latest and 0 < self._ahead < _AHEAD:
@@ -812,24 +939,30 @@ class Loop:
         self._is_in_order = not fate
 
     @contextmanager
-    def looking_at_loss(self, roots: Sequence[Any], forward: ForwardContext) -> Iterator[None]:
+    def looking_at_loss(
+        self, roots: Sequence[Any], forward: ForwardContext, gradients: Callable[[], list[Tensor]] | None
+    ) -> Iterator[None]:
         """Yield while a loss is examined; then refuse one that was computed with samples following each other."""
+        # `gradients`: those of all layers, samples first; None where all of the backward is torch's.
         # What others see says better where. A record holds outputs that nobody else may: it is let go of before.
         record, batch = self.end_record(), self._batch_of(forward)
         # In a step that is only followed, nothing but what was kept is looked at.
-        looks = not forward.losses and (forward.unproven or self.asks or not self.may_keep)
-        replay = later = None
+        asks = forward.unproven or self.asks or not self.may_keep
+        replay, later, backward, known = None, None, None, bool(forward.losses)
         if record is not None and batch.size > 1:
             replay = record.replay(roots, batch)
+            backward = self._behind(record, batch, gradients) if asks and gradients is not None else None
             # What it keeps of a batch is followed to the next one, not for ever.
             later = None if self.may_keep else record.replay(None, batch)
         self.kept, self.may_keep = Kept(), False
         if record is not None:
             record.clear()
         yield
-        looked_at = replay if looks else None
+        looked_at = replay if asks and not known else None
         if looked_at is not None and looked_at.mixes():
             raise LossReductionError(_REFUSED)
+        if backward is not None and backward.mixes():
+            raise LossReductionError(_BACKWARD)
         if looked_at is not None:
             # Once samples differed it is for the schedule alone.
             self._repeats = MOST_ALIKE if looked_at.tells() else self._repeats + 1
@@ -840,6 +973,12 @@ class Loop:
         if later is not None:
             self.kept = later.kept()
             self.may_keep = bool(self.kept)
+
+    def _behind(self, record: LoopRecord, batch: Batch, gradients: Callable[[], list[Tensor]]) -> BackwardReplay:
+        """Return the backward of a loss, to be run with what it holds of other batches."""
+        for tensor in [tensor for read in self._batches if (tensor := read()) is not None]:
+            record.take(tensor)
+        return BackwardReplay(record, batch, gradients)
 
     def _report(self, replay: LoopReplay | None) -> None:
         """Say so where what was recorded could not be run again."""

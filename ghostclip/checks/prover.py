@@ -48,7 +48,7 @@ from ghostclip.checks.independence import (
     tensors_in,
 )
 from ghostclip.checks.linear_paths import Path
-from ghostclip.checks.loop_record import Loop, LoopRecord
+from ghostclip.checks.loop_record import LayerRows, Loop, LoopRecord
 from ghostclip.checks.loss_graph import (
     Sizes,
     Unheard,
@@ -230,6 +230,20 @@ class Evidence:
         if self.probes:
             with self.unseen(capture, roots, forward) if forward.padded else nullcontext():
                 self.padding.refuse_losses(paths, forward, gradients, roots=list(map(edge_of, roots)))
+
+    @contextmanager
+    def around(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> Iterator[None]:
+        """Yield while a loss is examined; then refuse one for how it was computed, or for what its backward holds."""
+
+        def gradients() -> list[Tensor]:
+            layers, root_grads = LayerRows(forward), [torch.ones_like(root) for root in roots]
+            with self.unseen(capture, roots, forward), capture.listening(layers):
+                whole = capture.run_backward(roots, root_grads) is not None
+            return layers.rows if whole else gradients()
+
+        is_custom = capture.gathering is None and has_custom_backwards(roots, forward)
+        with self.loop.looking_at_loss(roots, forward, gradients if is_custom else None):
+            yield
 
     def check_loss(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> None:
         """Refuse foreign parameters, cross-sample targets and hooks on layers between a loss and the outputs."""

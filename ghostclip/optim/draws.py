@@ -236,8 +236,8 @@ class DrawLog:
     def __init__(self, *, once_a_pass: bool = False) -> None:
         # whether a private optimizer uses the draws, so that unused ones are what is left to train on
         self.claimed = False
-        # called as a batch is handed out, and when whoever takes them takes no more
-        self.on_batch: Callable[[], object] | None = None
+        # called as a batch is handed out, with its tensors, and when whoever takes them takes no more
+        self.on_batch: Callable[[Sequence[Tensor]], object] | None = None
         self.on_end: Callable[[], object] | None = None
         self.axis = 0  # of the rows of a batch's tensors
         # releases whose inputs were known to be of their draws, and those of which rows were counted alone
@@ -296,7 +296,7 @@ class DrawLog:
             tensors = _tree.tensors(batch, into_objects=_INTO_OBJECTS)
             self._handed_out.note(tensors, self._draws[self._delivered - 1])
             if self.on_batch is not None:
-                self.on_batch()
+                self.on_batch(tensors)
 
     def stop(self) -> None:
         """Note that whoever takes batches of a pass takes no more."""

@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import operator
+import random
 import subprocess
 import sys
 import weakref
@@ -100,6 +101,24 @@ def _by_counts(losses, t):
     return (losses * (counts[t, 0] > 2)).mean()
 
 
+class _Through(torch.autograd.Function):
+    """Hands a value on, and changes its gradient."""
+
+    @staticmethod
+    def forward(ctx, value, change):
+        ctx.change = change
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.change(grad), None
+
+
+def _hooked(value, change):
+    value.register_hook(change)
+    return value
+
+
 # What loops do with a model, inputs (B, 4), classes (B,) and numbers (B,): before the model, and after it.
 MIXED = {
     "mixup": lambda m, x, t, r: losses_of(m(0.7 * x + 0.3 * x[torch.randperm(len(x))]), t).mean(),
@@ -125,6 +144,29 @@ MIXED = {
     ).mean(),
     "one scale and noise": lambda m, x, t, r: losses_of(m(x / x.abs().max() + 0.1 * torch.randn(4)), t).mean(),
     "batch norm in front": lambda m, x, t, r: losses_of(m(nn.BatchNorm1d(4)(x).detach()), t).mean(),
+    "centred in place, by a view": lambda m, x, t, r: (z := x[:], z.sub_(z.mean(0)), losses_of(m(x), t).mean())[2],
+    "centred in place, outside of the graph": lambda m, x, t, r: (
+        x.detach().sub_(x.mean(0)),
+        losses_of(m(x), t).mean(),
+    )[1],
+    "centred in place, as data": lambda m, x, t, r: (x.data.sub_(x.mean(0)), losses_of(m(x), t).mean())[1],
+    "a part less the mean of another, in place": lambda m, x, t, r: (
+        parts := x[:].chunk(2),
+        parts[0].sub_(parts[1].mean(0)),
+        losses_of(m(x), t).mean(),
+    )[2],
+    "one half in place": lambda m, x, t, r: (x[: BATCH // 2].mul_(2), losses_of(m(x), t).mean())[1],
+    "one half": lambda m, x, t, r: losses_of(m(torch.cat([x[:3], -x[3:]])), t).mean(),
+}
+# What the backward holds of the batch: how it changes a gradient g (B, C).
+HELD = {
+    "a mean of the inputs": (lambda g, x, t, r: g * x.mean(), True),
+    "a mean of the classes": (lambda g, x, t, r: g * (1 + t.float().mean()), True),
+    "the class of the first one": (lambda g, x, t, r: g * (t == t[0])[:, None], True),
+    "a place in the batch": (lambda g, x, t, r: g * (r >= r.median())[:, None], True),
+    "its own inputs": (lambda g, x, t, r: g * x[:, :1], False),
+    "its own class": (lambda g, x, t, r: g * (t > 1)[:, None], False),
+    "nothing": (lambda g, x, t, r: 2 * g, False),
 }
 WEIGHED = {
     "labels mixed before": lambda m, x, t, r: (u := t.roll(1), losses_of(m(x), t) + 0.3 * losses_of(m(x), u))[1].mean(),
@@ -194,6 +236,12 @@ ALONE = {
         made := _GENERATOR(torch.randn(BATCH, 4)).detach()[torch.arange(len(x)) % BATCH],
         losses_of(m(made), t).mean() + losses_of(m(x), t).mean(),
     )[1],
+    "turned by a view": lambda m, x, t, r: (x[:].mul_(-1), losses_of(m(x), t).mean())[1],
+    "turned one by one": lambda m, x, t, r: (
+        [one.mul_(-1) for one in x[:] if random.random() < 0.5],
+        losses_of(m(x), t).mean(),
+    )[1],
+    "turned as halves": lambda m, x, t, r: losses_of(m(torch.cat([-x[:3], -x[3:]])), t).mean(),
     "a device": lambda m, x, t, r: _on_device(lambda: losses_of(m(x) + torch.zeros(C), t).mean()),
 }
 _TOTAL = torch.zeros(())
@@ -293,6 +341,37 @@ def test_losses_in_which_samples_meet_are_refused(name):
     with pytest.raises((LossReductionError, SampleMixingError)):
         training.step(loop)
     assert training.optimizer.releases == 0
+
+
+@pytest.mark.parametrize("place", ["hook on outputs", "function behind outputs", "hook on a layer", "function inside"])
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_backward_holds_of_the_batch_is_looked_at(name, place):
+    change, mixes = HELD[name]
+    held, model = [], nn.Sequential(nn.Linear(4, C), nn.Identity(), nn.Linear(C, C))
+
+    def through(grad):
+        return change(grad, *held)
+
+    if "hook on a layer" in place:
+        model[0].register_forward_hook(lambda module, args, output: _hooked(output, through))
+    if "inside" in place:
+        model[1].register_forward_hook(lambda module, args, output: _Through.apply(output, through))
+
+    def loop(m, x, t, r):
+        held[:] = x, t, r
+        output = m(x)
+        if place == "hook on outputs":
+            _hooked(output, through)
+        return losses_of(_Through.apply(output, through) if "behind" in place else output, t).mean()
+
+    training = _Training(model=model)
+    refused = pytest.raises(LossReductionError, match="holds of the batch")
+    with refused if mixes else nullcontext():
+        training.step(loop)
+    assert training.optimizer.releases == (0 if mixes else 3)
+    # What was exchanged for it is back.
+    assert [*map(len, held)] == 3 * [BATCH]
+    assert len(held[0].unique()) == held[0].numel()
 
 
 FAR = {
