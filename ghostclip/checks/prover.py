@@ -236,10 +236,12 @@ class Evidence:
         """Yield while a loss is examined; then refuse one for how it was computed, or for what its backward holds."""
 
         def gradients() -> list[Tensor]:
-            layers, root_grads = LayerRows(forward), [torch.ones_like(root) for root in roots]
-            with self.unseen(capture, roots, forward), capture.listening(layers):
-                whole = capture.run_backward(roots, root_grads) is not None
-            return layers.rows if whole else gradients()
+            whole, root_grads = None, [torch.ones_like(root) for root in roots]
+            while whole is None:
+                layers = LayerRows(forward)
+                with self.unseen(capture, roots, forward), capture.listening(layers):
+                    whole = capture.run_backward(roots, root_grads)
+            return layers.rows
 
         is_custom = capture.gathering is None and has_custom_backwards(roots, forward)
         with self.loop.looking_at_loss(roots, forward, gradients if is_custom else None):
