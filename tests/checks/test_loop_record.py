@@ -347,7 +347,7 @@ def test_losses_in_which_samples_meet_are_refused(name):
 @pytest.mark.parametrize("name", HELD)
 def test_what_a_backward_holds_of_the_batch_is_looked_at(name, place):
     change, mixes = HELD[name]
-    held, outputs, model = [], [], nn.Sequential(nn.Linear(4, C), nn.Identity(), nn.Linear(C, C))
+    held, results, model = [], [], nn.Sequential(nn.Linear(4, C), nn.Identity(), nn.Linear(C, C))
 
     def through(grad):
         return change(grad, *held)
@@ -360,10 +360,11 @@ def test_what_a_backward_holds_of_the_batch_is_looked_at(name, place):
     def loop(m, x, t, r):
         held[:] = x, t, r
         output = m(x)
-        outputs.append(weakref.ref(output))
         if place == "hook on outputs":
             _hooked(output, through)
-        return losses_of(_Through.apply(output, through) if "behind" in place else output, t).mean()
+        loss = losses_of(_Through.apply(output, through) if "behind" in place else output, t).mean()
+        results.extend(map(weakref.ref, (output, loss)))
+        return loss
 
     training = _Training(model=model)
     refused = pytest.raises(LossReductionError, match="holds of the batch")
@@ -371,7 +372,7 @@ def test_what_a_backward_holds_of_the_batch_is_looked_at(name, place):
     try:
         with refused if mixes else nullcontext():
             training.step(loop)
-        assert mixes or not any(output() is not None for output in outputs)
+        assert mixes or not any(result() is not None for result in results)
     finally:
         gc.enable()
     assert training.optimizer.releases == (0 if mixes else 3)
