@@ -565,7 +565,7 @@ class LoopReplay:
         # Random numbers belong to places: where samples may have moved, all get the same ones.
         self._draws = AlikeDraws(self._batch.axis)
         with WithoutDropout():
-            return "mixed" if self._look(self._mixes_rows) else "moved"
+            return "mixed" if self._look(self._mixes_rows) or self._look(self._are_of_neither) else "moved"
 
     def _look(self, differs: Callable[[Sequence[int]], bool]) -> bool:
         """Return whether something differs when samples are replaced, as far as it is known."""
@@ -734,7 +734,7 @@ class LoopReplay:
         tensors = {**self._tensors, **self.others} if others else self._tensors
         given = {n: of_samples(t, samples, axes[n]) if n in axes else t for n, t in tensors.items()}
         for number in axes if loud else ():
-            given[number] = louder(given[number], loud, axes[number], seed=self._batch.seed, times=self._times)
+            given[number] = self._louder(number, given[number], loud)
         given = {number: tensor.detach().requires_grad_(number in self._ends) for number, tensor in given.items()}
         written = any(call.writes for call in self._calls)
         values = {number: tensor.clone() for number, tensor in given.items()} if written else dict(given)
@@ -744,6 +744,13 @@ class LoopReplay:
             for call in self._calls:
                 values.update(_called_again(call, values))
         return {**values, **{~number: given[number] for number in self._ends}}
+
+    def _louder(self, number: int, tensor: Tensor, loud: Sequence[int]) -> Tensor:
+        """Return values with larger ones for some samples: of whole numbers the largest, or smallest, that there is."""
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.is_nested:
+            return louder(tensor, loud, self._axes[number], seed=self._batch.seed, times=self._times)
+        whole, places = self._tensors[number], torch.tensor(loud, device=tensor.device)
+        return tensor.index_fill(self._axes[number], places, whole.max() if self._times > 0 else whole.min())
 
     def _kept_values(self, values: dict[int, Any], only: Mapping[int, Any]) -> dict[int, Any]:
         """Return the values with some shapes, of what was given; all others are let go of once nothing takes them."""

@@ -266,9 +266,10 @@ def _on_device(run):
 class _Training:
     """A private training whose batches are BATCH records, in an order of its own."""
 
-    def __init__(self, seed=0, first=nn.Identity, features=4, model=None, numbered=False, criterion=None):
+    def __init__(self, seed=0, *, first=nn.Identity, features=4, model=None, numbered=False, criterion=None, ids=None):
         torch.manual_seed(seed)
-        columns = torch.randn(3 * BATCH, 4), torch.arange(3 * BATCH) % C, torch.randn(3 * BATCH)
+        x = torch.randn(3 * BATCH, 4) if ids is None else torch.randint(ids, (3 * BATCH, 9))
+        columns = x, torch.arange(3 * BATCH) % C, torch.randn(3 * BATCH)
         data = TensorDataset(*columns, *([torch.arange(3 * BATCH)] if numbered else []))
         model = model or nn.Sequential(first(), nn.Linear(features, 6), nn.ReLU(), nn.Linear(6, C))
         given = {} if criterion is None else {"criterion": criterion}
@@ -394,6 +395,22 @@ def test_thresholds_are_met_by_samples_that_move_them_far(name, seed):
     training = _Training(seed)
     with pytest.raises(LossReductionError, match="half of the samples were replaced"):
         training.step(FAR[name][1])
+    assert training.optimizer.releases == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_thresholds_of_whole_numbers_are_met_by_the_largest_and_the_smallest(seed):
+    training = _Training(seed, ids=11, model=nn.Sequential(nn.Embedding(11, 4), nn.Flatten(), nn.Linear(36, C)))
+    with pytest.raises(SampleMixingError, match="one sample's rows changed when others were replaced"):
+        training.step(lambda m, x, t, r: losses_of(m(x.where(x > x.double().mean(), 0)), t).mean())
+    assert training.optimizer.releases == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_samples_that_seem_to_have_moved_are_held_against_batches_of_one(seed):
+    training = _Training(seed)
+    with pytest.raises(SampleMixingError, match="one sample's rows changed when others were replaced"):
+        training.step(lambda m, x, t, r: losses_of(m(x * (t > t.float().mean())[:, None]), t).mean())
     assert training.optimizer.releases == 0
 
 
