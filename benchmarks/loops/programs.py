@@ -161,6 +161,24 @@ _RECORD_WISE = (
         "torch.stack([r.mean() for r in {l}])",
     ),
 )  # fmt: skip
+# What is done to the tokens first.
+_IDS = (
+    ("x = x.masked_fill(x == 3, 1)", "x = x.where(x > 2, 1) * m", "x = (x * 2) % 11 * m",
+    "x = torch.where(t > 0, x, 1) * m",
+     "n = int(m.sum(1).max()); x, m, t = x[:, :n], m[:, :n], t[:, :n]", "x = x[:, :9]; m, t = m[:, :9], t[:, :9]"),
+    (
+        "x = x.where(x != x.mode(0).values, 1)", "x = x * (x != x[:1])",
+        "x = x.masked_fill(torch.isin(x, x[0]), 1) * m",
+        "x = x.masked_fill(x == x.flatten().mode().values, 1) * m", "x = x.where(x > x.double().mean(), 1) * m",
+        "x = x.masked_fill(x.flatten().bincount(minlength=11)[x] < 9, 1) * m", "x[x == x.max()] = 1",
+        "n = int(m.sum(1).min()); x, m, t = x[:, :n], m[:, :n], t[:, :n]",
+        "x = x.where(m.double().mean(0) > 0.5, 1) * m",
+        "n = int(m.sum(1).double().mean()); x, m, t = x[:, :n], m[:, :n], t[:, :n]", "m = m & m.all(0)",
+        "m = m & (x != x[-1:])",
+        "t = torch.where(x == x.mode(0).values, 1 - t, t)", "t = (x > x.double().mean()).long()",
+        "m = m[m.sum(1).sort().indices]",
+    ),
+)  # fmt: skip
 _TOKENS_ALL = (
     (
         "{r}.mean()", "{r}.mean()", "{r}.sum() / len(x)", "({l} * m).sum() / len(x)", "{l}[m].sum() / len(x)",
@@ -247,23 +265,30 @@ _IMAGES = (
         "(i - i.mean((0, 2, 3), keepdim=True)) / i.std()", "i.clamp(max=i.quantile(0.9))",
         "F.conv2d(i.view(1, -1, 2, 2), torch.ones(len(i), len(i), 1, 1).double()).view_as(i)",
         "torch.fft.fft(i, dim=0).real", "i * (i.amax((1, 2, 3)) >= i.max())[:, None, None, None]",
-        "F.normalize(i.transpose(0, 1), dim=1).transpose(0, 1)", "i + i.sort(0).values", "F.batch_norm(i, None, None, training=True)",
-        "F.instance_norm(i.transpose(0, 1)).transpose(0, 1)", "torch.stack([r.flip(-1) if r.sum() > i.sum() / len(i) else r for r in i])",
+        "F.normalize(i.transpose(0, 1), dim=1).transpose(0, 1)", "i + i.sort(0).values",
+        "F.batch_norm(i, None, None, training=True)",
+        "F.instance_norm(i.transpose(0, 1)).transpose(0, 1)",
+        "torch.stack([r.flip(-1) if r.sum() > i.sum() / len(i) else r for r in i])",
         "F.conv3d(i.view(1, 1, -1, 2, 2), torch.ones(1, 1, 3, 1, 1).double(), padding=(1, 0, 0)).view_as(i)",
-        "F.avg_pool1d(i.flatten(1).T, 3, 1, 1).T.reshape(i.shape)", "i * F.interpolate(i.flatten(1)[None, None], size=(len(i), 4), mode='bilinear').sum(3).view(-1, 1, 1, 1)",
-        "F.group_norm(i.view(1, -1, 2, 2), 1).view_as(i)", "F.local_response_norm(i.view(1, -1, 2, 2), 3, alpha=1.0).view_as(i)",
-        "F.unfold(i.view(1, 1, -1, 4), (3, 1), padding=(1, 0)).sum(1).view_as(i)", "torch.where(y.view(-1, 1, 1, 1) == y.mode().values, i, -i)",
+        "F.avg_pool1d(i.flatten(1).T, 3, 1, 1).T.reshape(i.shape)",
+        "i * F.interpolate(i.flatten(1)[None, None], size=(len(i), 4), mode='bilinear').sum(3).view(-1, 1, 1, 1)",
+        "F.group_norm(i.view(1, -1, 2, 2), 1).view_as(i)",
+        "F.local_response_norm(i.view(1, -1, 2, 2), 3, alpha=1.0).view_as(i)",
+        "F.unfold(i.view(1, 1, -1, 4), (3, 1), padding=(1, 0)).sum(1).view_as(i)",
+        "torch.where(y.view(-1, 1, 1, 1) == y.mode().values, i, -i)",
         "F.layer_norm(i.view(-1), (i.numel(),)).view_as(i)", "F.max_pool1d(i.flatten(1).T, 3, 1, 1).T.reshape(i.shape)",
     ),
 )  # fmt: skip
 # What a hook on the outputs, or a custom function between them and the losses, makes of a gradient g (B, 3).
 _BACKWARDS = (
-    ("g * 0.5", "g * x[:, :1]", "g.flip(1)", "g.masked_fill(x[:, :3] < 0.5, 0.0)", "g.where(y[:, None] > 0, -g)", "g - g.mean(1, keepdim=True)"),
+    ("g * 0.5", "g * x[:, :1]", "g.flip(1)", "g.masked_fill(x[:, :3] < 0.5, 0.0)", "g.where(y[:, None] > 0, -g)",
+    "g - g.mean(1, keepdim=True)"),
     (
         "g / (g.norm() + 1e-9)", "g - g.mean(0)", "g.flip(0)", "g * (g.abs() >= g.abs().max())", "g.cumsum(0)",
         "g.clamp(-g.std(), g.std())", "torch.where(g > g.median(), g, 0 * g)", "g * (1 + y.double().mean())",
         "g / g.abs().max().clamp(min=1e-9)", "g + g[:1]", "g * (y == y[0])[:, None]", "g * x.mean()",
-        "F.normalize(g, dim=0)", "g.clamp(-0.02, 0.02)", "g.nan_to_num() * g.count_nonzero()", "g.index_copy(0, torch.tensor([0]), g[1:2])",
+        "F.normalize(g, dim=0)", "g.clamp(-0.02, 0.02)", "g.nan_to_num() * g.count_nonzero()",
+        "g.index_copy(0, torch.tensor([0]), g[1:2])",
         "g.sort(0).values", "g @ (g.T @ g) * 100",
     ),
 )  # fmt: skip
@@ -271,26 +296,35 @@ _BACKWARDS = (
 _ATTACKS = (
     ("0.1 * g.sign()", "0.1 * F.normalize(g, dim=1)", "g", "0.5 * g.clamp(-0.1, 0.1)"),
     (
-        "0.1 * g / (g.norm() + 1e-9)", "g / g.abs().max().clamp(min=1e-9)", "g - g.mean(0)", "g.flip(0)", "g.mean(0).sign() * 0.1",
-        "0.1 * (g.abs() >= g.abs().median())", "g * (g.norm(dim=1) > g.norm(dim=1).mean())[:, None]", "g / len(x)", "g.sum(0, keepdim=True)",
+        "0.1 * g / (g.norm() + 1e-9)", "g / g.abs().max().clamp(min=1e-9)", "g - g.mean(0)", "g.flip(0)",
+        "g.mean(0).sign() * 0.1",
+        "0.1 * (g.abs() >= g.abs().median())", "g * (g.norm(dim=1) > g.norm(dim=1).mean())[:, None]", "g / len(x)",
+        "g.sum(0, keepdim=True)",
     ),
 )  # fmt: skip
 # Inputs that are written to.
 _WRITES = (
     (
         "x[:, 0] = 0", "x[x > 1] = 1.0", "[r.div_(r.norm()) for r in x]", "x[y == 0] *= 2", "x.select(1, 0).zero_()",
-        "for i in range(len(x)): x[i] = x[i].flip(0)", "torch.clamp(x, max=1, out=x)", "x.T.mul_(2)", "x += 1", "x.view(-1, 2, 2)[:, 0] = 0",
+        "for i in range(len(x)): x[i] = x[i].flip(0)", "torch.clamp(x, max=1, out=x)", "x.T.mul_(2)", "x += 1",
+        "x.view(-1, 2, 2)[:, 0] = 0",
     ),
     (
         "x -= x.mean(0)", "x[x > x.mean()] = 0", "x[0] = x[1]", "for i in range(1, len(x)): x[i] += 0.5 * x[i - 1]",
-        "x[y == y[0]] *= 2", "x.div_(x.abs().max())", "x.copy_(x.flip(0))", "x.sub_(x[:1].clone())", "x.T.copy_(x.T.softmax(1))",
-        "x.index_add_(0, torch.tensor([0]), x[1:2].clone())", "x.T[0].sub_(x.T[0].mean())", "torch.sub(x, x.mean(0), out=x)",
-        "x.view(-1)[x.view(-1).argmax()] = 0", "x[x[:, 0].argmax()] = 0", "s = [x[0] * 0]; [s.append(s[-1] + r) for r in x]; x = torch.stack(s[1:])",
-        "x[1:] = 0.5 * x[1:] + 0.5 * x[:-1]", "x[::2] = x[::2].mean(0)", "x.masked_scatter_(x > x.median(), x.flip(0).clone())", "x.resize_(x.shape).mul_(x.norm())",
-        "x.scatter_(0, y[:, None].expand(-1, 4), 0.0)", "x.lerp_(x.mean(0).expand_as(x), 0.5)", "r = x.unbind(0); r[0].mul_(r[1].sum())",
+        "x[y == y[0]] *= 2", "x.div_(x.abs().max())", "x.copy_(x.flip(0))", "x.sub_(x[:1].clone())",
+        "x.T.copy_(x.T.softmax(1))",
+        "x.index_add_(0, torch.tensor([0]), x[1:2].clone())", "x.T[0].sub_(x.T[0].mean())",
+        "torch.sub(x, x.mean(0), out=x)",
+        "x.view(-1)[x.view(-1).argmax()] = 0", "x[x[:, 0].argmax()] = 0",
+        "s = [x[0] * 0]; [s.append(s[-1] + r) for r in x]; x = torch.stack(s[1:])",
+        "x[1:] = 0.5 * x[1:] + 0.5 * x[:-1]", "x[::2] = x[::2].mean(0)",
+        "x.masked_scatter_(x > x.median(), x.flip(0).clone())", "x.resize_(x.shape).mul_(x.norm())",
+        "x.scatter_(0, y[:, None].expand(-1, 4), 0.0)", "x.lerp_(x.mean(0).expand_as(x), 0.5)",
+        "r = x.unbind(0); r[0].mul_(r[1].sum())",
         "x.index_fill_(0, x[:, 0].topk(2).indices, 0.0)", "a, b = x.chunk(2); a.sub_(b.mean(0))",
     ),
 )  # fmt: skip
+# One number of each record, by a function that is mapped over them or a loop.
 _MAPPED = (
     (
         "torch.vmap(F.cross_entropy)({o}, y)",
@@ -317,15 +351,17 @@ _MAPPED = (
 )
 # What no engine sees in a step: factors that follow the batch's size or a number that was read, where no other batch
 # was met yet or a function that is not linear follows; inputs that stand beside other records' labels; positions that
-# are weighed, or counted, by the length of the longest record and left out where they are padding.
+# are weighed, or counted, by the length of the longest record and left out where they are padding; what Python decides,
+# or cuts off, by numbers that it read; the size of a mean whose gradient is an attack.
 _UNSEEN = (
     "* len(", "% 2 + 1", ".item()", "x.roll(1, 0)", "x = torch.cat([x[1:], x[:1]])", "linspace(1, 0, x.shape[1])",
-    "numel()", "/ x.shape[1]", "[:, -1]",
+    "numel()", "/ x.shape[1]", "[:, -1]", "if r.sum() > i.sum()", "n = int(m.sum(1).double().mean())", "x + g / len(x)",
+    "reduction='mean'), d)",
 )  # fmt: skip
 _MIXES = dict.fromkeys(
     ("loop", "halves", "criterion"), ("nothing", "nothing", "inputs", "targets", "each", "each", "all")
 )
-_MIXES |= {"kept": ("nothing", "kept", "kept", "kept"), "tokens": ("nothing", "tokens", "records", "all")}
+_MIXES |= {"kept": ("nothing", "kept", "kept", "kept"), "tokens": ("nothing", "ids", "tokens", "records", "all")}
 _MIXES |= {"parts": ("nothing", "hidden"), "views": ("nothing", "views"), "taught": ("nothing", "taught", "taught")}
 _MIXES |= {name: ("nothing", name, name) for name in ("images", "hooks", "functions", "attacks", "writes", "mapped")}
 _FRAMES = tuple(_MIXES)
@@ -341,7 +377,7 @@ class Program:
     Attributes:
         statements: Of Python.
         frame: What stands around them: a "loop"; "halves" of each batch, added up; a "criterion" that the engine
-            knows; or a loop over "tokens" that are padded to the longest record of a batch.
+            knows; a loop over "tokens" that are padded to the longest record of a batch, or over "images".
     """
 
     statements: tuple[str, ...]
@@ -509,6 +545,8 @@ class _Author:
 
     def _of_tokens(self) -> Program:
         self._statements.append("m, t = y, (x > 6).long()")
+        if self._mixes == "ids" or self._chance.random() < 0.3:
+            self._statements.append(self._pick(_IDS, "ids"))
         scores = self._name("model(x)")
         tokens = self._name(self._chance.choice(_TOKENS).format(o=scores))
         for _ in range(self._chance.randrange(2) + (self._mixes == "tokens")):
