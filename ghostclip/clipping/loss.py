@@ -276,7 +276,10 @@ class LossExaminer:
         for key, alike in path_groups.items():
             seen = self._seen.setdefault(key, _Seen())
             placed = [_ending_at_rows(path, seen) for path in alike if not _adds_nothing(path)]
-            scales = [self._scale(path, seen, forward, roots, grads) for path in placed]
+            rows = _rows_of(placed, forward.batch_size)
+            scales = [
+                self._scale(path, row, seen, forward, roots, grads) for path, row in zip(placed, rows, strict=True)
+            ]
             forms |= {scale.forms == SUM for scale in scales}
             self._agree(key, placed, scales, forward.batch_size)
         if len(forms) > 1:
@@ -342,11 +345,13 @@ class LossExaminer:
         """Return the function that counts positions in the batch; for a known path one that counts nothing."""
         return self._evidence.padding.counts if is_new else tuple
 
-    def _scale(self, path: Path, seen: _Seen, forward: ForwardContext, roots: Any, grads: Any) -> Scale:
+    def _scale(
+        self, path: Path, row: int | None, seen: _Seen, forward: ForwardContext, roots: Any, grads: Any
+    ) -> Scale:
         """Return the scale of one path, and refuse a mean whose divisor depends on other samples."""
         size, row_map, before = forward.batch_size, _now(path, seen.row_map, forward), seen.scale
-        if any(step.kind == "joined" for step in path.reduced) and (row := row_of(path, size)) is not None:
-            # Of a row that is put together with others, what lies below is one sample's.
+        if row is not None:
+            # Of a row that is put together with others, or added to them, what lies below is one sample's.
             row_map = RowMap("one", 0, torch.tensor([row]))
         counts = self._counts(is_new=before is None)
         counted = partial(counted_positions, path, row_map, size, roots=roots, grads=grads)
@@ -357,6 +362,14 @@ class LossExaminer:
             picked = picks_samples(path, size, forward.batch_axis)
             check_shares(path, row_map, batch_size=size, picked=picked, roots=roots, grads=grads)
         return scale
+
+
+def _rows_of(parallel_paths: Sequence[Path], batch_size: int) -> list[int | None]:
+    """Return which sample's row each path leads through; None where that of one path may be of another axis."""
+    rows = [row_of(path, batch_size) for path in parallel_paths]
+    joined = (any(step.kind == "joined" for step in path.reduced) for path in parallel_paths)
+    several = len({*rows} - {None}) > 1
+    return [row if several or is_joined else None for row, is_joined in zip(rows, joined, strict=True)]
 
 
 def _moments(values: Tensor) -> Tensor:

@@ -141,6 +141,7 @@ ACCEPTED = {
     "sum_over_size_times_tenth": (_rows, lambda o, b: 0.1 * functional.mse_loss(o, b["z"], reduction="sum") / len(o)),
     "stacked_loop": (_tokens, lambda o, b: torch.stack([_ce(o[i], {"y": b["y"][i]}) for i in range(len(o))]).mean()),
     "stacked_rows": (_tokens, lambda o, b: torch.stack([row.mean() for row in _own_rows(o, b)]).mean()),
+    "added_means_of_rows": (_tokens, lambda o, b: sum(row.mean() for row in _own_rows(o, b)) / len(o)),
     "stacked_sums_of_rows": (_tokens, lambda o, b: torch.stack([row.sum() for row in _own_rows(o, b)]).mean()),
     "joined_rows": (_tokens, lambda o, b: torch.cat(_own_rows(o, b)).sum() / len(o)),
     "rows_in_a_loop": (_tokens, lambda o, b: sum(row.sum() for row in _own_rows(o, b)) / len(o)),
