@@ -801,7 +801,7 @@ def only_sample(node: Any, output_nr: int, batch_size: int, is_output: Callable[
         seen += 1
         picked = picked_entry(*edge, batch_size)
         if picked is not None:
-            samples.add(picked)
+            samples.add(picked[1])
         elif is_output(edge):
             return None
         else:
@@ -809,8 +809,8 @@ def only_sample(node: Any, output_nr: int, batch_size: int, is_output: Callable[
     return samples.pop() if len(samples) == 1 and not pending else None
 
 
-def picked_entry(node: Any, output_nr: int, batch_size: int) -> int | None:
-    """Return the entry of an axis of B entries that a node picks: of any axis, or of a piece of the first one."""
+def picked_entry(node: Any, output_nr: int, batch_size: int) -> tuple[int, int] | None:
+    """Return (axis, entry) where a node picks one of B entries: of any axis, or of a piece of the first one."""
     step, _ = _kinds.get(type(node)) or _kind_of(node)
     if step not in (_selected, _cut, _indexed, _chosen) or node.next_functions[0][0] is None:
         return None
@@ -819,7 +819,9 @@ def picked_entry(node: Any, output_nr: int, batch_size: int) -> int | None:
     if sizes[axis] != batch_size:
         return None
     rows = step(SampleAxis(axis, 1, batch_size, 1), node, output_nr)
-    return int(rows.order[0]) if rows is not None and rows.order is not None and rows.order.numel() == 1 else None
+    if rows is None or rows.order is None or rows.order.numel() != 1:
+        return None
+    return axis, int(rows.order[0])
 
 
 def leads_to(tensor: Tensor, anchor: Tensor) -> bool:

@@ -189,6 +189,7 @@ class _Seen:
     row_map: RowMap = WHOLE  # how the rows of its values map to samples
     place: int | None = None  # index of these values on the path, from its end, as -1; None for the end itself
     scale: Scale | None = None  # the factor that it had
+    by_row: bool = False  # whether a loop has added up samples' rows of these values
 
 
 class LossExaminer:
@@ -276,10 +277,8 @@ class LossExaminer:
         for key, alike in path_groups.items():
             seen = self._seen.setdefault(key, _Seen())
             placed = [_ending_at_rows(path, seen) for path in alike if not _adds_nothing(path)]
-            rows = _rows_of(placed, forward.batch_size)
-            scales = [
-                self._scale(path, row, seen, forward, roots, grads) for path, row in zip(placed, rows, strict=True)
-            ]
+            seen.by_row = seen.by_row or _are_rows(placed, seen.row_map, forward.batch_size)
+            scales = [self._scale(path, seen, forward, roots, grads) for path in placed]
             forms |= {scale.forms == SUM for scale in scales}
             self._agree(key, placed, scales, forward.batch_size)
         if len(forms) > 1:
@@ -345,12 +344,11 @@ class LossExaminer:
         """Return the function that counts positions in the batch; for a known path one that counts nothing."""
         return self._evidence.padding.counts if is_new else tuple
 
-    def _scale(
-        self, path: Path, row: int | None, seen: _Seen, forward: ForwardContext, roots: Any, grads: Any
-    ) -> Scale:
+    def _scale(self, path: Path, seen: _Seen, forward: ForwardContext, roots: Any, grads: Any) -> Scale:
         """Return the scale of one path, and refuse a mean whose divisor depends on other samples."""
         size, row_map, before = forward.batch_size, _now(path, seen.row_map, forward), seen.scale
-        if row is not None:
+        joins = seen.by_row or any(step.kind == "joined" for step in path.reduced)
+        if joins and (row := row_of(path, size, row_map.axis if seen.by_row else None)) is not None:
             # Of a row that is put together with others, or added to them, what lies below is one sample's.
             row_map = RowMap("one", 0, torch.tensor([row]))
         counts = self._counts(is_new=before is None)
@@ -364,12 +362,11 @@ class LossExaminer:
         return scale
 
 
-def _rows_of(parallel_paths: Sequence[Path], batch_size: int) -> list[int | None]:
-    """Return which sample's row each path leads through; None where that of one path may be of another axis."""
-    rows = [row_of(path, batch_size) for path in parallel_paths]
-    joined = (any(step.kind == "joined" for step in path.reduced) for path in parallel_paths)
-    several = len({*rows} - {None}) > 1
-    return [row if several or is_joined else None for row, is_joined in zip(rows, joined, strict=True)]
+def _are_rows(parallel_paths: Sequence[Path], row_map: RowMap, batch_size: int) -> bool:
+    """Return whether paths lead through the rows of several samples, one by one."""
+    if len(parallel_paths) == 1 or row_map.kind != "axis":
+        return False
+    return len({row_of(path, batch_size, row_map.axis) for path in parallel_paths} - {None}) > 1
 
 
 def _moments(values: Tensor) -> Tensor:

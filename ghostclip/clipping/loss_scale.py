@@ -257,11 +257,12 @@ def added(parallel_paths: Sequence[Path], constants: Sequence[float], batch_size
     return values.pop() if len(values) == 1 else sum(by_row.values())
 
 
-def row_of(path: Path, batch_size: int) -> int | None:
+def row_of(path: Path, batch_size: int, axis: int | None = None) -> int | None:
     """Return which sample's row of its end a path leads through, nearest to it; None where it is through none."""
+    # `axis`: along which it is picked; None for any.
     above = takewhile(lambda edge: edge not in path.ends, path.passed())
-    rows = [row for edge in above if (row := picked_entry(*edge, batch_size)) is not None]
-    return rows[-1] if rows else None
+    picked = [entry for edge in above if (entry := picked_entry(*edge, batch_size)) is not None]
+    return picked[-1][1] if picked and axis in (None, picked[-1][0]) else None
 
 
 def constant_of(parallel_paths: Sequence[Path], *, batch_size: int, axis: int, counts: Counts) -> float:
