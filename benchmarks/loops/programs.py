@@ -321,7 +321,9 @@ _WRITES = (
         "x.masked_scatter_(x > x.median(), x.flip(0).clone())", "x.resize_(x.shape).mul_(x.norm())",
         "x.scatter_(0, y[:, None].expand(-1, 4), 0.0)", "x.lerp_(x.mean(0).expand_as(x), 0.5)",
         "r = x.unbind(0); r[0].mul_(r[1].sum())",
-        "x.index_fill_(0, x[:, 0].topk(2).indices, 0.0)", "a, b = x.chunk(2); a.sub_(b.mean(0))",
+        "x.index_fill_(0, x[:, 0].topk(2).indices, 0.0)", "a, b = x.chunk(2); a.sub_(b.mean(0))", "x.data -= x.mean(0)",
+        "x.data = x - x.mean(0)", "z = x.detach(); z -= z.mean(0)", "F.relu(x, inplace=True); x = x - x.mean(0)",
+        "x[:2] *= 2", "x = x * (y > y.double().mean())[:, None]",
     ),
 )  # fmt: skip
 # One number of each record, by a function that is mapped over them or a loop.
@@ -355,7 +357,8 @@ _MAPPED = (
 # or cuts off, by numbers that it read; the size of a mean whose gradient is an attack.
 _UNSEEN = (
     "* len(", "% 2 + 1", ".item()", "x.roll(1, 0)", "x = torch.cat([x[1:], x[:1]])", "linspace(1, 0, x.shape[1])",
-    "numel()", "/ x.shape[1]", "[:, -1]", "if r.sum() > i.sum()", "n = int(m.sum(1).double().mean())", "x + g / len(x)",
+    "numel()", "/ x.shape[1]", "[:, -1]", "if r.sum() > i.sum()", "n = int(m.sum(1).double().mean())",
+    "n = int(m.sum(1).min())", "x + g / len(x)",
     "reduction='mean'), d)",
 )  # fmt: skip
 _MIXES = dict.fromkeys(

@@ -88,6 +88,7 @@ _LARGE: Final = 1 << 16
 _LARGEST: Final = 1 << 17  # where a loop may keep rows of all samples
 _BACKWARDS: Final = frozenset({Tensor.backward, torch.autograd.backward})
 _GRADIENTS: Final = frozenset({torch.autograd.grad, Tensor.grad.__get__})  # type: ignore[union-attr]
+_SET_DATA: Final = Tensor.data.__set__  # type: ignore[attr-defined]
 # What hands on records as they are, some of them or on another device.
 _HANDS_ON: Final = frozenset(
     {"__getitem__", "chunk", "split", "tensor_split", "narrow", "to", "cuda", "clone", "detach"}
@@ -256,12 +257,12 @@ class LoopRecord(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _GRADIENTS:
             return self._take_gradients(args[-1], func(*args, **kwargs))
-        by_name = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", "")))
+        by_name = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", "")) or kwargs.get("inplace") or func == _SET_DATA)
         try:
             # Before it runs: it may change either.
             graded, arguments = torch.is_grad_enabled(), _tree.mapped(self._noted, (args, kwargs))
-            if by_name and args and isinstance(args[0], Tensor):
-                self._copy(args[0])
+            for one in _tree.tensors((args[:1] if by_name else (), kwargs.get("out"))):
+                self._copy(one)
             taken = _tree.tensors((args, kwargs))
             versions = [*map(_torch.known_version, taken)]
         except Exception:  # noqa: BLE001 - subclasses of tensors have functions of their own

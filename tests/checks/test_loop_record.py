@@ -150,6 +150,12 @@ MIXED = {
         losses_of(m(x), t).mean(),
     )[1],
     "centred in place, as data": lambda m, x, t, r: (x.data.sub_(x.mean(0)), losses_of(m(x), t).mean())[1],
+    "centred, written out": lambda m, x, t, r: (torch.sub(x, x.mean(0), out=x), losses_of(m(x), t).mean())[1],
+    "centred, assigned": lambda m, x, t, r: (setattr(x, "data", x - x.mean(0)), losses_of(m(x), t).mean())[1],
+    "centred after an operation in place": lambda m, x, t, r: (
+        functional.relu(x, inplace=True),
+        losses_of(m(x - x.mean(0)), t).mean(),
+    )[1],
     "a part less the mean of another, in place": lambda m, x, t, r: (
         parts := x[:].chunk(2),
         parts[0].sub_(parts[1].mean(0)),
