@@ -362,6 +362,7 @@ class DPOptimizer(WrappedOptimizer):
         """
         self._owner.require(self, remedy=checks.FORKED)
         with self._agreeing():
+            self._batch.require_last_part()
             drawn = self._require_drawn()
             trainable, std = self._examined()
         self._require_one_draw(drawn, std)
@@ -628,7 +629,7 @@ class DPOptimizer(WrappedOptimizer):
         """
         if token.chunk == 0:
             self.require_released()
-        self._batch.enter(token)
+        self._batch.enter(token, untaken=self.has_untaken_backward)
 
     @property
     def current_token(self) -> BatchToken | None:

@@ -66,13 +66,15 @@ class LogicalBatch:
         self._passes_seen = 0
         self._generation: int | None = None
 
-    def enter(self, token: BatchToken) -> None:
+    def enter(self, token: BatchToken, *, untaken: bool) -> None:
         """Note the token of the physical batch that is about to be processed; refuse one out of order."""
+        # `untaken`: a backward through the part before is not stepped on, and would count for this one.
         if token.chunk > 0:
-            if self.skip_next:
+            if self.skip_next or untaken:
                 raise MissingGradientError(
-                    f"physical batch {token.chunk - 1} of logical batch {token.logical_id} was handed out and never "
-                    "stepped on (an exception that was caught?): the logical batch is incomplete. Start a new loop."
+                    f"physical batch {token.chunk - 1} of logical batch {token.logical_id} was handed out, or gone "
+                    "back through, and never stepped on (an exception that was caught?): the logical batch is "
+                    "incomplete. Start a new loop."
                 )
             expected = None if self.token is None else (self.token.logical_id, self.token.chunk + 1)
             if expected != (token.logical_id, token.chunk):
@@ -83,6 +85,15 @@ class LogicalBatch:
                 )
         self.token = token
         self.skip_next = not token.is_last
+
+    def require_last_part(self) -> None:
+        """Refuse to release a logical batch before its last part was handed out."""
+        if self.token is not None and not self.token.is_last:
+            raise MissingGradientError(
+                f"step(): physical batch {self.token.chunk} of logical batch {self.token.logical_id} was stepped on "
+                "before, and other parts follow: its records would be in the sum twice. Take one step() for each "
+                "physical batch; to train on the records again, go over the loader again."
+            )
 
     def count_passes(self, total: int, generation: int, *, empty: bool) -> None:
         """Note the backward passes since the last step; refuse none, unless the batch is empty, or lost sums."""

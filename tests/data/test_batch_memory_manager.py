@@ -137,6 +137,33 @@ def test_a_step_left_out_is_refused_at_the_next_batch():
     assert training.releases == 0
 
 
+def _twice_each_part(training, parts):
+    for batch in parts:
+        training.step(batch)
+        training.step(batch)
+
+
+def _part_again_in_the_place_of_the_next(training, parts):
+    batches = iter(parts)
+    batch = next(batches)
+    training.step(batch)
+    training.backward(batch)
+    next(batches)
+    training.optimizer.step()
+
+
+@NO_NOISE
+@pytest.mark.parametrize("loop", [_twice_each_part, _part_again_in_the_place_of_the_next])
+def test_no_part_stands_in_the_place_of_another_one_of_as_many_rows(loop):
+    training = Training(sigma=0.0)
+    with (
+        manager(training, list(range(6)), size=3) as parts,
+        pytest.raises(MissingGradientError, match=r"stepped on before|gone back through"),
+    ):
+        loop(training, parts)
+    assert training.releases == 0
+
+
 def test_a_size_that_is_found_is_known_inside_only_and_a_budget_finds_no_other():
     found = manager(Training(), [0], size="auto")
     with pytest.raises(InvalidOptionError, match="is found when"):
