@@ -43,6 +43,7 @@ from ghostclip.errors import DataError, InvalidOptionError
 from ghostclip.language import seeded_generators
 from ghostclip.mechanisms import Mechanism
 from ghostclip.noise.keyed import Correlation
+from ghostclip.noise.keys import Owner
 from ghostclip.optim import DPOptimizer
 from ghostclip.optim.draws import Draw, DrawLog
 from ghostclip.privacy.budget import cost_of
@@ -368,6 +369,7 @@ class _CountedPasses(Sampler[list[int]]):
         self.batch_size = self.expected_batch_size = batches.batch_size
         self.event = SamplingEvent(kind="shuffled", sample_rate=1.0, num_units=records, steps_per_event=len(batches))
         self.periods_begun = 0
+        self._owner = Owner(self)  # a copy's passes are nowhere charged
         self.draws = DrawLog(once_a_pass=True)  # the batches that no release has used yet
         self._drawn = 0
 
@@ -383,6 +385,7 @@ class _CountedPasses(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Begin a pass, which counts from now on, and return its batches."""
         # Not a generator: the pass counts from when it is started, not from its first batch.
+        self._owner.require(self, remedy="Iterate over the one that make_private() returned, in its process.")
         self.periods_begun += 1
         self.draws.begin_pass()
         return self._logged()

@@ -13,7 +13,9 @@ from torch.utils.data import TensorDataset
 from ghostclip.data import DPDataLoader, PoissonSampler, PrivateSampler, Shuffled, UserPoisson
 from ghostclip.errors import CopyError
 from ghostclip.noise import ExactNoise, FastNoise, SecureNoise
+from tests.engine.training import small_data
 from tests.forked import FORKS, in_fork
+from tests.private_run import PrivateRun
 
 pytestmark = pytest.mark.filterwarnings("ignore::ghostclip.errors.FixedSeedWarning")
 RECORDS = TensorDataset(torch.arange(400.0))
@@ -75,6 +77,18 @@ def test_a_copy_of_a_noise_source_draws_nothing(make, copied):
             use()
     assert twin.state_dict()["position"] == position
     assert _noise(original).any()
+
+
+def test_a_copy_of_a_shuffled_loader_hands_out_no_records_beyond_what_is_charged():
+    with pytest.warns(UserWarning, match="full participation"):
+        run = PrivateRun(small_data(50), poisson_sampling=False)
+    batches, twin = iter(run.loader), copy.deepcopy(run.loader)
+    next(batches)  # in its place a batch of as many records of the copy would be released
+    run.step(next(batches))
+    with pytest.raises(CopyError, match="Iterate over the one"):
+        run.step(next(iter(twin)))
+    run.step(next(batches))
+    assert run.engine.accountant.history == [(1.0, 1.0, 1)]
 
 
 @every_fork
