@@ -186,8 +186,7 @@ def assemble(request: Request, noise: KeyedNoise) -> Private | PrivateWithCriter
     with ExitStack() as undo:
         with refusals_shared("private objects") if shared else nullcontext():
             optimizer = _bare_optimizer(request.optimizer)
-            module = copy_inside(_bare(request.module, optimizer))
-            check_objects(module, optimizer)
+            module = _bare(request.module, optimizer)
             around = _losses_by_record(module, request)
             clipper, noise_source, shares = _clipped(module, optimizer, request, noise)
             if shared and isinstance(request.sampling.sampler, PrivateSampler):
@@ -377,16 +376,18 @@ def _refuse_without_criterion(request: Request) -> None:
 
 
 def _bare(module: nn.Module, optimizer: Optimizer) -> nn.Module:
-    """Return the bare model, without the wrappings of an earlier `make_private`."""
+    """Return the bare model, checked, without the wrappings of an earlier `make_private`."""
     if not isinstance(module, nn.Module):
         raise InvalidOptionError(
             f"module: expected a torch.nn.Module, got {type(module).__name__}. Give module=model, optimizer=optimizer."
         )
-    if not isinstance(module, GradSampleModule):
-        return module
-    if module.clipper is not None:
-        refuse_second_optimizer(module.clipper, optimizer)
-    return module.to_standard_module()
+    private = module if isinstance(module, GradSampleModule) else None
+    if private is not None and private.clipper is not None:
+        refuse_second_optimizer(private.clipper, optimizer)
+    module = copy_inside(module if private is None else private._module)
+    check_objects(module, optimizer)
+    # A model that is refused stays as private as it was.
+    return module if private is None else copy_inside(private.to_standard_module())
 
 
 def _bare_optimizer(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:

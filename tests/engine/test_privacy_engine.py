@@ -17,6 +17,7 @@ from ghostclip.errors import (
     DataError,
     DrawError,
     GhostClipError,
+    IllegalModuleConfigurationError,
     InvalidOptionError,
     LossReductionError,
     UncoveredParameterError,
@@ -201,6 +202,18 @@ def test_private_objects_can_be_made_private_again():
     assert len(engine.accountant) == 0
     assert again.accountant.history == [(2.0, 20 / 147, len(loader))]
     assert isinstance(model._module, nn.Sequential)
+
+
+def test_a_private_model_that_is_refused_stays_private():
+    engine, (model, optimizer, loader) = made_private()
+    options = {"module": model, "data_loader": loader, "noise_multiplier": 2.0, "max_grad_norm": 0.5}
+    with pytest.raises(IllegalModuleConfigurationError, match="evaluation mode"):
+        engine.make_private(**{**options, "module": model.eval()}, optimizer=optimizer)
+    model.train()
+    with pytest.raises(UncoveredParameterError, match="not the module's"):
+        PrivacyEngine().make_private(**options, optimizer=torch.optim.SGD([*model.parameters(), nn.Parameter()]))
+    one_epoch(model, optimizer, loader)
+    assert engine.accountant.history == [(1.1, 20 / 147, len(loader))]
 
 
 WEIGHTED = DataLoader(DATA, batch_size=20, sampler=WeightedRandomSampler([1.0] * 147, 147))
