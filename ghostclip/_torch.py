@@ -440,6 +440,8 @@ TreeSpec = _pytree.TreeSpec
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 # Leaves and what is around them, and containers around leaves: ``torch.utils._pytree``.
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+# Lets objects of a class be containers: how one is taken apart, and made of parts.
+register_container = _pytree.register_pytree_node
 
 
 # ---------------------------------------------------------------- modules

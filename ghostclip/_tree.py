@@ -4,6 +4,7 @@ Containers are those of torch's pytree: tuples, lists, dicts, and what is regist
 thousands of them, so that plain ones are walked here and only the others by pytree. A ``torch.Size`` is a leaf.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from types import EllipsisType
 from typing import Any, Final, TypeVar
@@ -96,3 +97,51 @@ def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
     if kind in _LEAVES or isinstance(tree, Tensor):
         return call(tree)
     return _torch.tree_map(call, tree)
+
+
+class _Opened(dict[str, Any]):
+    """What an object holds, in its place: a container, as the object is none."""
+
+    def __init__(self, owner: Any, held: dict[str, Any]) -> None:
+        super().__init__(held)
+        self.owner = owner
+
+    def closed(self) -> Any:
+        """Return a copy of the object that holds this."""
+        made, held = copy.copy(self.owner), {name: closed(item) for name, item in self.items()}
+        attributes = getattr(made, "__dict__", {})
+        if isinstance(made, Mapping):
+            for name, item in held.items():
+                made[name] = item  # type: ignore[index]
+            # Some mappings keep their items as attributes, too.
+            held = {name: item for name, item in held.items() if name in attributes}
+        attributes.update(held)
+        return made
+
+
+_torch.register_container(
+    _Opened,
+    lambda item: (list(item.values()), (item.owner, list(item))),
+    lambda values, about: _Opened(about[0], dict(zip(about[1], values, strict=True))),
+)
+
+
+def opened(tree: Any, *, into_objects: int) -> Any:
+    """Return a tree in which objects that hold tensors are containers, so deep; `closed` makes them objects again."""
+
+    def open_leaf(leaf: Any) -> Any:
+        held = [] if isinstance(leaf, Tensor) or not into_objects else _parts(leaf)
+        if not held or not tensors(leaf, into_objects=into_objects):
+            return leaf
+        return _Opened(leaf, opened(held[0], into_objects=into_objects - 1))
+
+    return mapped(open_leaf, tree)
+
+
+def closed(tree: Any) -> Any:
+    """Return a tree that was `opened` as it was, around the leaves that it has now."""
+    return _torch.tree_map(
+        lambda item: item.closed() if isinstance(item, _Opened) else item,
+        tree,
+        is_leaf=lambda item: isinstance(item, _Opened),
+    )

@@ -80,3 +80,48 @@ def test_what_refers_to_itself_ends():
     circle = Plain()
     circle.parts = [circle, A]
     assert _tree.tensors(circle, into_objects=5) == [A]
+
+
+class Attributes(dict):
+    """Items that are attributes, too, as outputs of models have them."""
+
+    def __setitem__(self, name, value):
+        super().__setitem__(name, value)
+        vars(self)[name] = value
+
+
+@dataclass(frozen=True)
+class Frozen:
+    first: object
+    name: str = "frozen"
+
+
+def _attributes(value):
+    made = Attributes()
+    made["first"] = value
+    return made
+
+
+OBJECTS = {
+    "data class": (Frozen, lambda item: item.first),
+    "mapping": (lambda value: UserDict(first=value), lambda item: item["first"]),
+    "items and attributes": (_attributes, lambda item: item.first),
+    "inside": (lambda value: [(Frozen(UserDict(first=value)), B)], lambda tree: tree[0][0].first["first"]),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_are_opened_and_closed_around_other_leaves(name):
+    make, first = OBJECTS[name]
+    tree = make(A)
+    opened = _tree.opened(tree, into_objects=2)
+    assert _tree.tensors(opened)[0] is A
+    other = _tree.closed(_tree.mapped(lambda leaf: C if leaf is A else leaf, opened))
+    assert first(other) is C
+    assert first(tree) is A
+    assert type(other) is type(tree)
+
+
+def test_what_holds_no_tensors_stays_closed():
+    tree = [Frozen("text"), torch.nn.Linear(1, 1), Plain]
+    assert _tree.opened(tree, into_objects=2) == tree

@@ -776,26 +776,26 @@ def _counted_as_before(forward: ForwardContext) -> Iterator[None]:
         forward.visits.update(visits)
 
 
-# How deep tensors are looked for in outputs that are no containers.
-_INTO_OBJECTS = 2
+INTO_OBJECTS = 2
+"""How deep tensors are looked for in outputs that are no containers."""
 
 
 def outputs_of(output: Any) -> list[Tensor]:
     """Return the untracked tensors of a model's output in order, each once; of other objects by their attributes."""
-    tensors = _tree.tensors(output, into_objects=_INTO_OBJECTS)
+    tensors = _tree.tensors(output, into_objects=INTO_OBJECTS)
     return [tensor for tensor in tensors if not isinstance(tensor, TrackedTensor)]
 
 
 def tracked_among(output: Any) -> frozenset[int]:
     """Return the numbers of an output's tensors that are computed from parameters alone."""
-    tensors = _tree.tensors(output, into_objects=_INTO_OBJECTS)
+    tensors = _tree.tensors(output, into_objects=INTO_OBJECTS)
     return frozenset([number for number, tensor in enumerate(tensors) if isinstance(tensor, TrackedTensor)])
 
 
 def has_rows_of_samples(output: Any, resized: Resized | None) -> bool:
     """Return whether an output that is computed from parameters alone, as it was read, has rows of samples."""
     # A parameter that was repeated for each sample has the same row for all of them.
-    tensors = _tree.tensors(output, into_objects=_INTO_OBJECTS)
+    tensors = _tree.tensors(output, into_objects=INTO_OBJECTS)
     if resized is None or len(resized.outputs) != len(tensors):
         return False
     pairs = zip(tensors, resized.outputs, strict=True)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.backward_entry import is_output
-from ghostclip.capture.context import CaptureContext
+from ghostclip.capture.context import INTO_OBJECTS, CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
 from ghostclip.capture.row_maps import RowMap, candidates
@@ -73,6 +73,7 @@ _NOT_OF_HALVES: Final = (
 # Of larger arguments (logits of a language model) so many samples are looked at.
 _LARGE: Final = 1 << 22
 _FEW: Final = 8
+_NO_OUTPUTS: Final = "no argument of the criterion is known to hold outputs"
 _AS_LONG: Final = "an argument of the criterion has as many rows as there are samples, and may be none of theirs"
 
 
@@ -103,7 +104,12 @@ class KnownLoss:
 
     def alike(self, batch_size: int, axis: int) -> list[Alike]:
         """Return how many samples are alike in each argument."""
-        return Batch((self.args, self.kwargs), batch_size, axis).alike
+        return Batch(self._arguments, batch_size, axis).alike
+
+    @property
+    def _arguments(self) -> Any:
+        """All arguments: a container, as are the objects among them that hold tensors (outputs of a class)."""
+        return _tree.opened((self.args, self.kwargs), into_objects=INTO_OBJECTS)
 
     def refusal(
         self, batch_size: int, axis: int, *, mean: bool, unchecked: Unchecked, copied: Copied, rare: int
@@ -112,7 +118,7 @@ class KnownLoss:
         # `mean`: whether one loss for all is a mean over the samples, else their sum. `copied` lets leaves stand for
         # the model's parameters; None where the model must not run. Returns None where an argument may as well be as
         # long as the batch by chance: another batch tells.
-        arguments = _tree.mapped(_cut_off, (self.args, self.kwargs))
+        arguments = _tree.mapped(_cut_off, self._arguments)
         batch = Batch(
             arguments, batch_size, axis, seed=unchecked.forwards, autocast=self.cast, shared=copied is None, rare=rare
         )
@@ -120,8 +126,8 @@ class KnownLoss:
             batch = batch.few(_FEW)
         arguments, batch_size = batch.inputs, batch.size
         ends = [tensor for tensor in _tree.tensors(arguments) if tensor.requires_grad]
-        if self.is_scalar and not ends and isinstance(self.criterion, nn.Module):
-            return self._refusal_by_halves(self.criterion, batch, unchecked, copied)
+        if self.is_scalar and not ends:
+            return self._refusal_by_halves(batch, unchecked, copied)
         # What is learned beside the outputs, a temperature, has no samples.
         axes = [batch_axis_of(tensor, batch_size=batch_size, axis=axis) for tensor in ends]
         holder = _CriterionModule(self.criterion, ends)
@@ -153,17 +159,17 @@ class KnownLoss:
         unchecked.report(CRITERION, local_unchecked.reason(REPLACED))
         return ""
 
-    def _refusal_by_halves(self, model: nn.Module, batch: Batch, unchecked: Unchecked, copied: Copied) -> str:
+    def _refusal_by_halves(self, batch: Batch, unchecked: Unchecked, copied: Copied) -> str:
         """Return why a scalar loss that runs the model itself is refused: it is not that of its halves."""
-        if copied is None:
-            unchecked.missed("ranks hold the model in parts", CRITERION)
+        if copied is None or not isinstance(self.criterion, nn.Module):
+            unchecked.missed("ranks hold the model in parts" if copied is None else _NO_OUTPUTS, CRITERION)
             return ""
-        holder, local_unchecked = _CriterionModule(model, []), Unchecked()
+        holder, local_unchecked = _CriterionModule(self.criterion, []), Unchecked()
         state = ModuleState(holder)
 
         def run(inputs: Any) -> list[Tensor]:
             state.restore()
-            args, kwargs = inputs
+            args, kwargs = _tree.closed(inputs)
             return [self.function(*args, **kwargs)]
 
         with torch.autocast(self.device, dtype=self.cast, enabled=self.cast is not None), copied() as leaves:
@@ -176,10 +182,11 @@ class KnownLoss:
         """Return the gradients of the function's arguments and, where it has one for each sample, the losses."""
         # `axes`: the samples' axis of what has a gradient, None where there is none. `whole`: the number of samples
         # that one loss for all was a mean over; 0 where it was a sum.
-        args, kwargs = _tree.mapped(lambda leaf: leaf.tensor if isinstance(leaf, _Whole) else leaf, inputs)
+        inputs = _tree.mapped(lambda leaf: leaf.tensor if isinstance(leaf, _Whole) else leaf, inputs)
+        args, kwargs = _tree.closed(inputs)
         with torch.enable_grad():
             losses = self.function(*args, **kwargs)
-            ends = [tensor for tensor in _tree.tensors((args, kwargs)) if tensor.requires_grad]
+            ends = [tensor for tensor in _tree.tensors(inputs) if tensor.requires_grad]
             grads = torch.autograd.grad(losses.sum(), ends, allow_unused=True, materialize_grads=True) if ends else ()
         if losses.dim():
             return [losses, *grads]
@@ -190,7 +197,7 @@ class KnownLoss:
 
     def _as_long(self, batch: Batch, run: Callable[[Any], Any]) -> list[Tensor]:
         """Return arguments that merely have as many rows as samples: the loss runs with them beside fewer samples."""
-        whole, given = [], _tree.tensors((self.args, self.kwargs))
+        whole, given = [], _tree.tensors(self._arguments)
         for own, leaf in zip(given, _tree.tensors(batch.inputs), strict=True):
             axis = batch_axis_of(leaf, batch_size=batch.size, axis=batch.axis)
             if axis is None or leaf.requires_grad or self.drawn_with(own):

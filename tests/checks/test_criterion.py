@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -95,6 +98,22 @@ def in_a_loop(criterion, *, model=None, steps=4, mean=False, **options):
     return model
 
 
+@dataclass
+class Outputs:
+    """What a model returns that is no container to torch."""
+
+    logits: torch.Tensor
+
+
+class Wrapping(nn.Linear):
+    def __init__(self, wrap):
+        super().__init__(4, C)
+        self.wrap = wrap
+
+    def forward(self, x):
+        return self.wrap(super().forward(x))
+
+
 def as_a_step(loss):
     """Compute batches by `GraphStep`."""
     clipper = ghostclip.GhostClipper(nn.Linear(4, C).double(), max_grad_norm=1.0, strategy="graph")
@@ -122,6 +141,47 @@ WAYS = {
 # A compiled step's inputs have no gradients in which the first would show; labels are others only beyond a threshold.
 UNSEEN = {("a compiled step", "a gradient alone"), ("a compiled step", "labels of centred outputs")}
 SHOWN = [(way, loss) for way in WAYS for loss in FOLLOW if (way, loss) not in UNSEEN]
+
+
+OUTPUTS = {
+    "a data class": (Outputs, lambda output: output.logits),
+    "a mapping": (lambda logits: UserDict(logits=logits), lambda output: output["logits"]),
+    "a distribution": (lambda logits: torch.distributions.Categorical(logits=logits), lambda output: output.logits),
+}
+
+
+@pytest.mark.parametrize("way", OUTPUTS)
+@pytest.mark.parametrize("kind", ["function", "module"])
+def test_outputs_of_a_class_are_looked_into(way, kind):
+    wrap, logits = OUTPUTS[way]
+
+    def train(loss):
+        of_outputs = lambda o, *given: loss(logits(o), *given)  # noqa: E731 - `Module` and `on_targets` take one
+        criterion = Module(of_outputs) if kind == "module" else lambda o, t: on_targets(of_outputs)(o, t).mean()
+        in_a_loop(criterion, model=Wrapping(wrap))
+
+    train(OWN["focal"])
+    with pytest.raises(LossReductionError, match="criterion"):
+        train(FOLLOW["a softmax of losses"])
+
+
+def test_a_loss_of_outputs_that_are_no_argument_is_said_not_to_be_checked():
+    model = Wrapping(lambda logits: logits)
+    kept = []
+    model.register_forward_hook(lambda module, args, output: kept.append(output) and None)
+    private, optimizer, criterion, loader = (engine := ghostclip.PrivacyEngine()).make_private(
+        module=model.double(),
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        data_loader=DataLoader(records(), batch_size=BATCH),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        criterion=lambda _, target: on_targets(OWN["focal"])(kept[-1], target).mean(),
+    )
+    x, target = next(batch for batch in loader if len(batch[0]) > 1)
+    private(x)
+    criterion(None, target).backward()
+    optimizer.step()
+    assert "no argument of the criterion" in engine.summary(delta=1e-3)
 
 
 def by_the_largest(output, target):
