@@ -560,6 +560,22 @@ def gradients_at(roots: Sequence[Any], grads: Sequence[Tensor | None], edges: Se
     return [arrived[node][number] if node in arrived else None for node, number in edges]
 
 
+def gradients_of_leaves(root: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients that a backward from ``root`` brings to leaves that have none yet; the graph is kept."""
+    try:
+        return list(torch.autograd.grad(root, list(leaves), retain_graph=True, allow_unused=True))
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+    try:
+        with untouched_grads([root]):
+            torch.autograd.backward(root, retain_graph=True)
+            return [leaf.grad for leaf in leaves]
+    finally:
+        for leaf in leaves:
+            leaf.grad = None
+
+
 def _leaves(outputs: Sequence[Tensor] | Sequence[GradientEdge]) -> list[Tensor]:
     """Return the leaves in the graph of some outputs."""
     with torch.no_grad():

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.row_maps import RowMap
+from ghostclip.capture.substitution import gradients_of_leaves
 from ghostclip.checks.batches import AlikeDraws, Batch, Randomness, WithoutDropout, unnoticed
 from ghostclip.checks.dependence import batch_axis_of, rows_of_each
 from ghostclip.checks.module_state import ModuleState, restored
@@ -297,7 +298,7 @@ def scalars_that_follow(
         return {
             key: torch.stack([_shown(*pair) for pair in zip(parameters, grads, strict=True)]).transpose(0, 1)
             for key, scalar in ends.items()
-            for grads in [torch.autograd.grad(scalar, parameters, retain_graph=True, allow_unused=True)]
+            for grads in [gradients_of_leaves(scalar, parameters)]
         }
 
     def compare(before: Randomness, coarsest: torch.dtype) -> frozenset[ScalarKey] | None:

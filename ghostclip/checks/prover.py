@@ -168,10 +168,12 @@ class Evidence:
         copied, unchecked = capture.substitution.copied if capture.gathering is None else None, self.unchecked
         # Ranks that exchange something ask equally often, of the same samples.
         found = [[] if self._may_exchange else one.alike(size, axis) for one in forward.losses]
-        refusals = [
-            one.refusal(size, axis, mean=mean, unchecked=unchecked, copied=copied, rare=rare_sample(alike))
-            for one, alike in zip(forward.losses, found, strict=True)
-        ]
+        # A checkpoint runs its part of a forward again in the backward, where nothing is to be watched either.
+        with capture.watching(on=False):
+            refusals = [
+                one.refusal(size, axis, mean=mean, unchecked=unchecked, copied=copied, rare=rare_sample(alike))
+                for one, alike in zip(forward.losses, found, strict=True)
+            ]
         tells = None not in refusals and not any(one.all for alike in found for one in alike)
         self._undecided = 0 if tells else self._undecided + 1
         forward.alone = refusals == [""] and forward.losses[0].node is edge_of(root)[0]
