@@ -362,7 +362,8 @@ class DPOptimizer(WrappedOptimizer):
         """
         self._owner.require(self, remedy=checks.FORKED)
         with self._agreeing():
-            self._batch.require_last_part()
+            if self._batch.token is not None:
+                self._batch.require_last_part(self._batch.token)
             drawn = self._require_drawn()
             trainable, std = self._examined()
         self._require_one_draw(drawn, std)

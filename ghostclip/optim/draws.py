@@ -86,13 +86,14 @@ class LogicalBatch:
         self.token = token
         self.skip_next = not token.is_last
 
-    def require_last_part(self) -> None:
+    @staticmethod
+    def require_last_part(token: BatchToken) -> None:
         """Refuse to release a logical batch before its last part was handed out."""
-        if self.token is not None and not self.token.is_last:
+        if not token.is_last:
             raise MissingGradientError(
-                f"step(): physical batch {self.token.chunk} of logical batch {self.token.logical_id} was stepped on "
-                "before, and other parts follow: its records would be in the sum twice. Take one step() for each "
-                "physical batch; to train on the records again, go over the loader again."
+                f"step(): physical batch {token.chunk} of logical batch {token.logical_id} was stepped on before, and "
+                "other parts follow: its records would be in the sum twice. Take one step() for each physical batch; "
+                "to train on the records again, go over the loader again."
             )
 
     def count_passes(self, total: int, generation: int, *, empty: bool) -> None:
