@@ -144,6 +144,11 @@ MIXED = {
     ).mean(),
     "one scale and noise": lambda m, x, t, r: losses_of(m(x / x.abs().max() + 0.1 * torch.randn(4)), t).mean(),
     "batch norm in front": lambda m, x, t, r: losses_of(m(nn.BatchNorm1d(4)(x).detach()), t).mean(),
+    "in order, and one of them twice": lambda m, x, t, r: (
+        order := r.argsort(),
+        x := x[order],
+        losses_of(m(x.index_copy(0, torch.tensor([0]), x[-1:])), t[order]),
+    )[2].mean(),
     "centred in place, by a view": lambda m, x, t, r: (z := x[:], z.sub_(z.mean(0)), losses_of(m(x), t).mean())[2],
     "centred in place, outside of the graph": lambda m, x, t, r: (
         x.detach().sub_(x.mean(0)),
