@@ -214,12 +214,13 @@ class PrivateSampler(Sampler[list[int]]):
                 )
         position, remaining = int(state["position"]), int(state["remaining"])
         self._owner.move_here(self, remedy=_REMEDY)
+        anew = state["key"] != self._key.secret.hex()
         self._key.load(state["key"])
         # Nothing is changed before here, and nothing fails from here on.
         self._drawn = self.delivered = position
         self._epoch_end = position + remaining
         self.resuming = remaining > 0
-        self.draws.forget()
+        self.draws.forget(anew=anew)
 
 
 class PoissonSampler(PrivateSampler):

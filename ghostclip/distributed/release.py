@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -244,6 +245,8 @@ class SharedNoise:
         """Draw from a fresh key from here on, the same on all ranks; called on all of them."""
         self._source.renew_key()
         agree_on_noise_key(self._source, self._group)
+
+    repeats = property(attrgetter("_source.repeats"), doc="Whether the next noise was drawn before.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the source's state, which one rank may save for all."""

@@ -268,6 +268,8 @@ class DrawLog:
         self._delivered: int | None = None
         self._pass_begun = 0
         self._complete = True
+        self._released_to = -1  # number of the latest draw that a release has used
+        self.set_back_from = -1  # that number when an earlier position was loaded; -1 where none was
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: nobody is told of its batches."""
@@ -382,6 +384,12 @@ class DrawLog:
         return unused[0].number if unused else None
 
     @property
+    def repeats(self) -> bool:
+        """Whether the first draw that no release has used was released before, as an earlier position was loaded."""
+        number = self.next_number
+        return number is not None and number <= self.set_back_from and not self._once_a_pass
+
+    @property
     def next_is_empty(self) -> bool:
         """Whether the next draw certainly has no rows on this rank."""
         end = self._end
@@ -434,10 +442,12 @@ class DrawLog:
             self.counted += 1
         self._unreleased -= match.known or {draw.number for draw in match.draws}
         self._places = frozenset([end for _, end in match.spans])
+        self._released_to = max(self._released_to, self._draws[min(self._places) - 1].number)
         self._drop(min(self._places))
 
-    def forget(self) -> None:
-        """Forget all draws, as after a sampler's position was set."""
+    def forget(self, *, anew: bool) -> None:
+        """Forget all draws, as after a sampler's position was set; ``anew``: its draws are of another key."""
+        self._released_to = self.set_back_from = -1 if anew else self._released_to
         self._drop(len(self._draws))
         self._places = frozenset([0])
         self._delivered = None

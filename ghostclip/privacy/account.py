@@ -204,6 +204,11 @@ _REMEDY = (
 _HERE = (
     "Ask for ε in this process before it ends, or keep a ledger (PrivacyEngine(ledger=path)), which holds it for all."
 )
+_REPEATED = (
+    "step(): an earlier state of the noise or of the loader was loaded by itself, and the step would repeat noise, or "
+    "a draw, of one that was released. Go back with engine.load_checkpoint or optimizer.load_state_dict alone, which "
+    "go on with others. To go on here, call make_private again, with the ordinary DataLoader."
+)
 _BEFORE = "before this ledger"
 # What a target may leave unused.
 _UNUSED, _UNUSED_SHARE = 0.01, 1e-3
@@ -531,6 +536,10 @@ class Account:
         self._claim()
         if self._made_before(optimizer) is not None:
             return
+        draws = sampling.draws
+        again = draws is not None and draws.set_back_from >= 0 and draws.repeats
+        if again or getattr(optimizer.noise_source, "repeats", False):
+            raise ResumeError(_REPEATED)
         self.accountant.require_whole()
         events = sampling.events(optimizer)
         refuse_unsupported(self.own, events)

@@ -117,6 +117,23 @@ def test_a_second_training_of_the_engine_counts_beside_the_first(tmp_path):
     assert second.steps == 5
 
 
+@pytest.mark.parametrize("with_ledger", [False, True])
+@pytest.mark.parametrize("part", ["noise", "batches"])
+def test_a_part_that_goes_back_by_itself_repeats_nothing(part, with_ledger, tmp_path):
+    """The difference of two sums under one noise has none, and two releases of one draw cost more than of two draws."""
+    run = Run(tmp_path / "ledger" if with_ledger else None)
+    holder = run.optimizer.noise_source if part == "noise" else run.loader
+    earlier, later = holder.state_dict(), run.train(3) and holder.state_dict()
+    holder.load_state_dict(earlier)
+    with pytest.raises(ResumeError, match="repeat noise, or a draw"):
+        run.train(1)
+    holder.load_state_dict(later)
+    assert run.train(1).steps == 4
+    holder.load_state_dict(earlier)
+    anew = Run(engine=run.engine, model=run.model).train(2)
+    assert anew.steps == 6
+
+
 # States of accountants
 
 
