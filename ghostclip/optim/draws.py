@@ -6,8 +6,8 @@ they were made, and a step states how many rows its backward passes went through
 explain were not drawn. Where the model takes in tensors of the loader's own batches, or views of them, it is known as
 well which draw they are of.
 
-What is not seen: copies of an earlier batch in the place of one that has as many rows, and records that a loop
-exchanges between such batches.
+What is not seen: copies of an earlier batch in the place of one that has as many rows, records that a loop exchanges
+between such batches, and a part of a batch in the place of another part of as many rows.
 
 A *logical batch* is what was sampled and what the accountant counts. When it does not fit in memory it is processed in
 physical batches; every one but the last ends in a *virtual* step, which keeps the clipped sum and releases nothing.
