@@ -26,7 +26,7 @@ from typing import IO, Any, NamedTuple
 
 from ghostclip.accounting.history import Charge, joined
 from ghostclip.distributed.agreement import announcing_error, from_first, gathered, is_first
-from ghostclip.errors import GhostClipError, InvalidOptionError, ResumeError
+from ghostclip.errors import CopyError, GhostClipError, InvalidOptionError, ResumeError
 from ghostclip.privacy.budget import checked_charge
 
 FORMAT = 3
@@ -363,6 +363,12 @@ class LedgerFile:
                 f"{self.path}: the ledger had {known.lines} lines when it was read and has {now.lines}, or others, "
                 "now. Make the PrivacyEngine anew, which reads them."
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse copies and pickles while this process writes: a file has one writer."""
+        if self._file is not None:
+            raise CopyError(f"{self.path}: a PrivacyEngine that writes to a ledger cannot be copied. Make one anew.")
+        return vars(self).copy()
 
     def close(self) -> None:
         """Unlock the file; the next line that is written locks it again, if nobody else has written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from ghostclip import PrivacyEngine
-from ghostclip.errors import InvalidOptionError, ResumeError
+from ghostclip.errors import CopyError, InvalidOptionError, ResumeError
 from ghostclip.privacy import ledger_file
 from ghostclip.privacy.ledger_file import Entry, LedgerFile, total
 from tests.engine.training import parameters_of, small_data
@@ -399,3 +400,11 @@ def test_a_disk_that_is_really_full_leaves_whole_lines(tmp_path):
 
     assert _in_child(work) == 0
     assert LedgerFile(path).entries == [_entry(0), _entry(2)]
+
+
+def test_an_engine_that_writes_to_a_ledger_is_not_copied(tmp_path):
+    run = PrivateRun(small_data(50), ledger=tmp_path / "ledger")
+    with pytest.raises(CopyError, match="cannot be copied"):
+        copy.deepcopy(run.engine)
+    run.engine.close()
+    copy.deepcopy(run.engine)

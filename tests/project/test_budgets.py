@@ -24,7 +24,7 @@ ROOT = Path(ghostclip.__file__).parent
 ROOMS = {
     ".": 4_980, "accounting": 1_620, "audit": 455, "capture": 5_625, "checks": 5_165, "clipping": 3_900,
     "compat": 735, "data": 1_445, "distributed": 1_790, "factors": 1_420, "finetune": 1_455, "graph": 2_140,
-    "integrations": 1_495, "kernels": 2_205, "noise": 840, "optim": 1_190, "privacy": 1_805,
+    "integrations": 1_495, "kernels": 2_205, "noise": 840, "optim": 1_190, "privacy": 1_810,
     "rules": 1_265, "validation": 1_725,
 }  # fmt: skip
 FILES, SMALL_FILES, SMALL = 167, 20, 60
