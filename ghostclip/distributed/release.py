@@ -246,6 +246,7 @@ class SharedNoise:
         self._source.renew_key()
         agree_on_noise_key(self._source, self._group)
 
+    drawn = property(attrgetter("_source.drawn"), doc="How far noise was drawn, by key, when a state was loaded.")
     repeats = property(attrgetter("_source.repeats"), doc="Whether the next noise was drawn before.")
 
     def state_dict(self) -> dict[str, Any]:

@@ -320,7 +320,7 @@ class KeyedNoise:
         self.generator = generator  # that the noise follows, if there is one
         self._known: torch.Tensor | None = None  # the generator's state when the key was drawn from it
         self._used: set[bytes] = set()  # earlier keys
-        self._drawn: dict[bytes, int] = {}  # by key, how far its noise was drawn when another state was loaded
+        self.drawn: dict[bytes, int] = {}  # by key, how far its noise was drawn when another state was loaded
         self._rows: NoiseRows | None = None  # state of correlated noise; None where noise is independent
         self._take_note()
 
@@ -541,7 +541,7 @@ class KeyedNoise:
     @property
     def repeats(self) -> bool:
         """Whether the next noise was drawn before, as an earlier state was loaded."""
-        return self._position < self._drawn.get(self._key.secret, 0)
+        return self._position < self.drawn.get(self._key.secret, 0)
 
     def fingerprint(self) -> str:
         """Return what ranks with one noise share: the level, the key's fingerprint and the position."""
@@ -579,7 +579,7 @@ class KeyedNoise:
         elif "rows" in state:
             raise ResumeError("noise state: saved of correlated noise. Resume with the mechanism of before.")
         self._owner.move_here(self, remedy=_REMEDY)
-        self._drawn[secret] = max(self._position, self._drawn.get(secret, 0))
+        self.drawn[secret] = max(self._position, self.drawn.get(secret, 0))
         self._key.load(state["key"])
         # One of another device has a state of another length, and goes on from where it is.
         if generator is not None and len(saved) == generator.get_state().numel():

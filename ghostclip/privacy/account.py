@@ -538,7 +538,8 @@ class Account:
             return
         draws = sampling.draws
         again = draws is not None and draws.set_back_from >= 0 and draws.repeats
-        if again or getattr(optimizer.noise_source, "repeats", False):
+        noise = optimizer.noise_source
+        if again or (getattr(noise, "drawn", None) and getattr(noise, "repeats", False)):
             raise ResumeError(_REPEATED)
         self.accountant.require_whole()
         events = sampling.events(optimizer)
