@@ -433,6 +433,16 @@ def _device_of(made: Sequence[Any]) -> str:
     return next((value.device.type for value in made if isinstance(value, Tensor)), "cpu")
 
 
+def _of_all(records: int, handed_out: Mapping[int, Tensor], batch: Batch) -> dict[int, int]:
+    """Return the samples' axis of those tensors, of what was handed out of one draw, that have all its records."""
+    axis = batch.axis
+    bases = [(_torch.base_of(tensor), tensor) for tensor in handed_out.values()]
+    if any(batch.size in (tensor if base is None else base).shape[axis:][:1] for base, tensor in bases):
+        # A part of the draw was handed out: what has as many rows as the draw has two of each record.
+        return {}
+    return {n: axis for n, tensor in handed_out.items() if records in tensor.shape[axis:][:1]}
+
+
 def _may_be_whole(given: _Given) -> bool:
     """Return whether a tensor with as many rows as samples may have none of theirs."""
     # What is in the graph was computed from the samples; class labels come more than once.
@@ -491,8 +501,8 @@ class LoopReplay:
         self._axes = {number: axis for number, axis in axes.items() if axis is not None}
         # Tensors of the draw, of so many records, that these samples are a part of.
         self._drawn = next((one.drawn for one in noted.values() if one.drawn > batch.size), 0)
-        drawn = (n for n, one in noted.items() if one.drawn == self._drawn > 0)
-        self._of_draw = {n: batch.axis for n in drawn if self._drawn in self._tensors[n].shape[batch.axis :][:1]}
+        handed_out = {n: self._tensors[n] for n, one in noted.items() if one.drawn == self._drawn > 0}
+        self._of_draw = _of_all(self._drawn, handed_out, batch)
         self._ends = [n for n, tensor in self._tensors.items() if tensor.requires_grad and not tensor.is_leaf]
         self._compared = [*map(axis_of, roots), *(axes[number] for number in self._ends)]
         self.others = {n: one.other for n, one in noted.items() if one.other is not None}  # of an earlier batch

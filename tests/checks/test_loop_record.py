@@ -499,6 +499,31 @@ def test_a_batch_that_a_loop_goes_through_in_parts_is_looked_at_in_parts(name):
         step(_Training(), lambda m, x, t: losses_of(m(x), t) * (1 / t.bincount(minlength=C))[t])
 
 
+def _in_two_rows(records):
+    first, second, margins = (torch.stack(column) for column in zip(*records, strict=True))
+    return torch.cat([first, second]), margins
+
+
+def test_parts_with_two_rows_of_each_record_are_not_taken_for_the_draw():
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(3 * BATCH, 4), torch.randn(3 * BATCH, 4), torch.randn(3 * BATCH))
+    model = nn.Linear(4, 1)
+    model, optimizer, loader = ghostclip.PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(data, BATCH, collate_fn=_in_two_rows), poisson_sampling=False,
+    )  # fmt: skip
+    manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=BATCH // 2, optimizer=optimizer)
+    with manager as parts:
+        for rows, margins in parts:
+            assert len(rows) == BATCH
+            scores = torch.cat([model(half)[:, 0] for half in rows.chunk(2)]) * rows[:, 0]
+            better, worse = scores.chunk(2)
+            (-functional.logsigmoid(better - worse - margins)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.releases == 3
+
+
 # What a loop makes of inputs (B, 4) and classes (B,) before it goes through them in parts: those, and weights.
 BEFORE_PARTS = {
     "centred": lambda x, t: (x - x.mean(0), t, x[:, 0]),
