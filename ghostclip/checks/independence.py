@@ -173,6 +173,9 @@ def _others(like: Tensor, value: float, *, seed: int) -> Tensor:
 # which the same kernels see, and for fewer. Models in float64 may compute norms and probabilities in float32.
 TOLERANCE: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 FEWER_TOLERANCE: Final = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+# No power of two, so that what is multiplied by it is rounded otherwise; so many times as far is beyond rounding.
+_OTHERWISE: Final = 0.7
+_BEYOND: Final = 4.0
 # Sums by which a row is looked for among others, and the most pairs of rows.
 _SUMS: Final = 4
 _PAIRS: Final = 1 << 22
@@ -289,7 +292,7 @@ def scalars_that_follow(
     if batch.rare >= 0:
         splits[1:] = [sorted([batch.rare, batch.rare - 1 if batch.rare else 1])]
 
-    def gradients_of(samples: Sequence[int], before: Randomness) -> dict[ScalarKey, Tensor]:
+    def gradients_of(samples: Sequence[int], before: Randomness, times: float = 1.0) -> dict[ScalarKey, Tensor]:
         before.restore()
         stale = scalars_of(model.modules(), [])
         with torch.enable_grad(), WithoutDropout():
@@ -298,7 +301,7 @@ def scalars_that_follow(
         return {
             key: torch.stack([_shown(*pair) for pair in zip(parameters, grads, strict=True)]).transpose(0, 1)
             for key, scalar in ends.items()
-            for grads in [gradients_of_leaves(scalar, parameters)]
+            for grads in [gradients_of_leaves(scalar * times, parameters)]
         }
 
     def compare(before: Randomness, coarsest: torch.dtype) -> frozenset[ScalarKey] | None:
@@ -306,6 +309,9 @@ def scalars_that_follow(
         whole, follow = gradients_of(places, before), set[ScalarKey]()
         draws, after = before.drawn(), Randomness(parameters)
         moved = gradients_of([*places[1:], 0], before) if draws else dict.fromkeys(whole, 0.0)
+        # How far a backward in 16 bits is from one that rounds otherwise, as it does for fewer samples.
+        narrow = TOLERANCE[coarsest] > TOLERANCE[torch.float32]
+        rounded = gradients_of(places, before, times=_OTHERWISE) if narrow else {}
         for samples in splits:
             others = batch.others(samples)
             pair = [[(place + (place in some)) % batch.size for place in places] for some in (samples, others)]
@@ -314,7 +320,8 @@ def scalars_that_follow(
                 return None
             share = len(samples) / batch.size
             for key in whole.keys() & moved.keys() & one.keys() & other.keys():
-                if not _is_of_both(whole[key] + moved[key], one[key], other[key], share, TOLERANCE[coarsest]):
+                tolerance = _tolerance(whole[key], rounded.get(key), coarsest)
+                if not _is_of_both(whole[key] + moved[key], one[key], other[key], share, tolerance):
                     follow.add(key)
         return frozenset(follow)
 
@@ -322,6 +329,14 @@ def scalars_that_follow(
     why = f"the model raised {raised} on another batch" if raised else "random numbers are drawn"
     unchecked.report(SCALARS, why if following is None else "")
     return following or frozenset()
+
+
+def _tolerance(whole: Tensor, rounded: Tensor | None, coarsest: torch.dtype) -> float:
+    """Return how far gradients of two parts may be from the whole's, relative: by many times what rounding does."""
+    if rounded is None:
+        return TOLERANCE[coarsest]
+    noise = float((rounded / _OTHERWISE - whole)[0].norm() / whole[1].norm().clamp(min=1e-30))
+    return min(TOLERANCE[coarsest], TOLERANCE[torch.float32] + _BEYOND * noise)
 
 
 def _is_of_both(whole: Tensor, first: Tensor, second: Tensor, share: float, tolerance: float) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -86,6 +88,18 @@ def test_a_scalar_is_of_each_sample_or_refused(how, name):
                 continue
             with pytest.raises(LossReductionError):
                 loss.backward()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", ["standardised", "a divergence"])
+def test_in_16_bits_gradients_of_halves_are_held_against_what_rounding_does(name, seed):
+    scalar, is_own = SCALARS[name]
+    torch.manual_seed(seed)
+    model = Model(lambda h: h.square().mean() + 0.03 * scalar(h), "in its loss")
+    with ghostclip.GhostClipper(model, max_grad_norm=0.1), torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, model(torch.randn(B, 4)))
+        with nullcontext() if is_own else pytest.raises(LossReductionError, match="neither a mean nor a sum"):
+            loss.backward()
 
 
 def test_what_one_sample_alone_gives_is_no_constant():
