@@ -768,6 +768,17 @@ def test_trees_come_apart_and_together_in_order():
     assert _torch.tree_leaves(named) == [named]
 
 
+def test_a_class_may_be_registered_as_a_container():
+    class Pair:
+        def __init__(self, one, two):
+            self.both = one, two
+
+    assert len(_torch.tree_leaves(Pair(1, [2, 3]))) == 1
+    _torch.register_container(Pair, lambda pair: (list(pair.both), None), lambda both, _: Pair(*both))
+    assert _torch.tree_leaves(Pair(1, [2, 3])) == [1, 2, 3]
+    assert _torch.tree_map(lambda item: item + 1, Pair(1, [2, 3])).both == (2, [3, 4])
+
+
 # ---------------------------------------------------------------- modules
 
 

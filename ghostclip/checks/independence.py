@@ -310,18 +310,16 @@ def scalars_that_follow(
         draws, after = before.drawn(), Randomness(parameters)
         moved = gradients_of([*places[1:], 0], before) if draws else dict.fromkeys(whole, 0.0)
         # How far a backward in 16 bits is from one that rounds otherwise, as it does for fewer samples.
-        narrow = TOLERANCE[coarsest] > TOLERANCE[torch.float32]
-        rounded = gradients_of(places, before, times=_OTHERWISE) if narrow else {}
+        rounded = gradients_of(places, before, _OTHERWISE) if TOLERANCE[coarsest] > TOLERANCE[torch.float32] else {}
         for samples in splits:
             others = batch.others(samples)
             pair = [[(place + (place in some)) % batch.size for place in places] for some in (samples, others)]
             one, other = (gradients_of(each, before) for each in (pair if draws else (samples, others)))
             if draws and after.drawn():
                 return None
-            share = len(samples) / batch.size
             for key in whole.keys() & moved.keys() & one.keys() & other.keys():
-                tolerance = _tolerance(whole[key], rounded.get(key), coarsest)
-                if not _is_of_both(whole[key] + moved[key], one[key], other[key], share, tolerance):
+                about = len(samples) / batch.size, _tolerance(whole[key], rounded.get(key), coarsest)
+                if not _is_of_both(whole[key] + moved[key], one[key], other[key], *about):
                     follow.add(key)
         return frozenset(follow)
 
