@@ -51,10 +51,10 @@ _REFUSED: Final = (
     "constants."
 )
 _BACKWARD: Final = (
-    "the backward of the loss: the gradient of one sample's output changed when half of the samples were replaced in "
-    "what a hook, or a custom autograd function, between the loss and the outputs holds of the batch: it weighs, "
-    "scales or selects gradients by what is in the batch, or counts over it. Without one sample all others' gradients "
-    "would change, and no clipping bounds that. Change each sample's gradient by its own record and public constants."
+    "the backward of the loss: one sample's gradient changed when half of the samples were replaced in what a hook, or "
+    "a custom autograd function, of the loop or the model holds of the batch: it weighs, scales or selects gradients "
+    "by what is in the batch, or counts over it. Without one sample all others' gradients would change, and no "
+    "clipping bounds that. Change each sample's gradient by its own record and public constants."
 )
 _KEPT: Final = (
     "the loss, or an input of the model, follows what the loop kept of an earlier batch: with one other record in that "
@@ -339,14 +339,13 @@ class LoopRecord(TorchFunctionMode):
 
     def _copy(self, tensor: Tensor) -> None:
         """Copy what came from elsewhere before it, or a view of it, is written to; what is a part of it is computed."""
-        parts = {number for call in self.calls if call.part for number in call.makes}
-        for number, one in [*self.given.items()]:
-            if _memory_of(one.tensor) == _memory_of(tensor):
-                if number in parts:
-                    del self.given[number]
-                else:
-                    copy = one.tensor.clone()
-                    self.given[number] = one._replace(tensor=copy, version=_torch.known_version(copy))
+        memory = _memory_of(tensor)
+        for number, one in [(n, one) for n, one in self.given.items() if _memory_of(one.tensor) == memory]:
+            if any(call.part and number in call.makes for call in self.calls):
+                del self.given[number]
+            else:
+                copy = one.tensor.clone()
+                self.given[number] = one._replace(tensor=copy, version=_torch.known_version(copy))
 
     def knows(self, value: Tensor | float) -> bool:
         """Return whether a tensor, or a float that was read of one, has a number."""
@@ -610,10 +609,14 @@ class LoopReplay:
     def _changes(self, whole: Sequence[int]) -> bool:
         """Return whether samples' values or gradients change when others are replaced; ``whole``: not in these."""
         return any(
-            bool(_largest(one[rest] - other[rest]) > self._tolerance * _largest(one))
+            self._exceeds(one[rest] - other[rest], one)
             for rest, _, pairs in self._neighbours(whole)
             for one, other in pairs
         )
+
+    def _exceeds(self, difference: Tensor, one: Tensor) -> bool:
+        """Return whether a difference of values is more than rounding."""
+        return bool(_largest(difference) > self._tolerance * _largest(one))
 
     def _is_parted(self) -> bool:
         """Return whether a batch was taken apart, and no sample alone: of that one Python may decide by itself."""
@@ -625,13 +628,14 @@ class LoopReplay:
         size = self._batch.size
         order = random.Random(self._batch.seed).sample(range(size), size)
         # Random numbers belong to places.
-        self._draws = draws = AlikeDraws(self._batch.axis)
+        drawn_alike = copy(self)
+        drawn_alike._draws = draws = AlikeDraws(self._batch.axis)
         with WithoutDropout():
-            base, now = self._run(range(size), whole), self._run(order, [*whole, *self._placed])
-        self._draws = None
+            base = drawn_alike._run(range(size), whole)
+            now = drawn_alike._run(order, [*whole, *self._placed])
         # What stays in its place follows none of them.
         differ = [
-            all(bool(_largest(were - other) > self._tolerance * _largest(one)) for were in (one, one[order]))
+            all(self._exceeds(were - other, one) for were in (one, one[order]))
             for one, other, axis in zip(base, now, self._compared, strict=True)
             if axis is not None
         ]
@@ -799,13 +803,9 @@ class BackwardReplay(LoopReplay):
     def _changes(self, whole: Sequence[int]) -> bool:
         # Hardly any holds anything: one that does shows where all samples are others.
         size = self._batch.size
-        others = [self._run(size * [sample], whole) for sample in (0, rare_sample(self._alike) % size)]
-        moved = [
-            float(_largest(a - b)) > self._tolerance * float(_largest(a))
-            for other in others
-            for a, b in zip(self._base, other, strict=True)
-        ]
-        return any(moved) and super()._changes(whole)
+        others = (self._run(size * [sample], whole) for sample in (0, rare_sample(self._alike) % size))
+        pairs = (pair for other in others for pair in zip(self._base, other, strict=True))
+        return any(self._exceeds(one - other, one) for one, other in pairs) and super()._changes(whole)
 
     def _run(
         self, samples: Sequence[int], whole: Sequence[int], loud: Sequence[int] = (), *, others: bool = False
