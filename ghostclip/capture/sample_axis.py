@@ -792,16 +792,20 @@ def has_one_axis(node: Any) -> bool:
 def only_sample(node: Any, output_nr: int, batch_size: int, is_output: Callable[[tuple[Any, int]], bool]) -> int | None:
     """Return the one sample that a value was computed from, where each path to the model's outputs picks its rows."""
     # None where there are several, or where that cannot be told.
-    samples: set[int] = set()
+    rows = sample_axis_at((node, output_nr))
+    if rows is not None and rows is not LOST:
+        samples = set() if rows.order is None else {*rows.order.tolist()}
+        return samples.pop() if len(samples) == 1 else None
+    samples = set[int]()
     pending, seen = [(node, output_nr)], 0
     while pending and seen < _MAX_NODES:
         edge = pending.pop()
         if edge[0] is None or _name_of(edge[0]) == "AccumulateGrad":
             continue
         seen += 1
-        picked = picked_entry(*edge, batch_size)
+        picked = _picked_entry(*edge, batch_size)
         if picked is not None:
-            samples.add(picked[1])
+            samples.add(picked)
         elif is_output(edge):
             return None
         else:
@@ -809,8 +813,8 @@ def only_sample(node: Any, output_nr: int, batch_size: int, is_output: Callable[
     return samples.pop() if len(samples) == 1 and not pending else None
 
 
-def picked_entry(node: Any, output_nr: int, batch_size: int) -> tuple[int, int] | None:
-    """Return (axis, entry) where a node picks one of B entries: of any axis, or of a piece of the first one."""
+def _picked_entry(node: Any, output_nr: int, batch_size: int) -> int | None:
+    """Return the entry that a node picks of B: of any axis, or of a piece of the first one; None where it does not."""
     step, _ = _kinds.get(type(node)) or _kind_of(node)
     if step not in (_selected, _cut, _indexed, _chosen) or node.next_functions[0][0] is None:
         return None
@@ -819,9 +823,20 @@ def picked_entry(node: Any, output_nr: int, batch_size: int) -> tuple[int, int] 
     if sizes[axis] != batch_size:
         return None
     rows = step(SampleAxis(axis, 1, batch_size, 1), node, output_nr)
-    if rows is None or rows.order is None or rows.order.numel() != 1:
-        return None
-    return axis, int(rows.order[0])
+    return None if rows is None or rows.order is None or rows.order.numel() != 1 else int(rows.order[0])
+
+
+def sample_picked(rows: SampleAxis, way: Sequence[_Edge]) -> int | None:
+    """Return the one sample whose rows are left on a way, from a value with these rows on; None where others are."""
+    for came, (node, number) in pairwise(way):
+        step, _ = _kinds.get(type(node)) or _kind_of(node)
+        after = (step or partial(_through_operation, came))(rows, node, number)
+        if after is None or after is LOST:
+            return None
+        rows = after
+        if rows.order is not None and rows.order.numel() == 1:
+            return int(rows.order[0])
+    return None
 
 
 def leads_to(tensor: Tensor, anchor: Tensor) -> bool:

@@ -147,10 +147,11 @@ class Path:
 
     def cut(self, position: int) -> "Path":
         """Return the path to an earlier value on it, ``position`` counted from the end, with all its factors."""
-        # `position`: the value's number from the end, -1 for the last: ways of one form begin in sums of any length.
+        # `position`: the value's number from the end, -1 for the last: ways of one form begin in sums of any length. A
+        # loss of torch behind it is one sample's own, and so is what that divides by.
         steps = self._way()
         edge, picks = steps[max(position, -len(steps))]
-        return replace(self, ends=(edge,), picked=self.picked[:picks])
+        return replace(self, ends=(edge,), picked=self.picked[:picks], loss=None)
 
     def _way(self) -> list[tuple[Edge, int]]:
         """Return (edge, how many picks led to it) from the scalar to the end."""

@@ -432,16 +432,6 @@ def _device_of(made: Sequence[Any]) -> str:
     return next((value.device.type for value in made if isinstance(value, Tensor)), "cpu")
 
 
-def _of_all(records: int, handed_out: Mapping[int, Tensor], batch: Batch) -> dict[int, int]:
-    """Return the samples' axis of those tensors, of what was handed out of one draw, that have all its records."""
-    axis = batch.axis
-    bases = [(_torch.base_of(tensor), tensor) for tensor in handed_out.values()]
-    if any(batch.size in (tensor if base is None else base).shape[axis:][:1] for base, tensor in bases):
-        # A part of the draw was handed out: what has as many rows as the draw has two of each record.
-        return {}
-    return {n: axis for n, tensor in handed_out.items() if records in tensor.shape[axis:][:1]}
-
-
 def _may_be_whole(given: _Given) -> bool:
     """Return whether a tensor with as many rows as samples may have none of theirs."""
     # What is in the graph was computed from the samples; class labels come more than once.
@@ -479,6 +469,7 @@ class LoopReplay:
     """What was recorded, to be computed with other samples."""
 
     _most: float = _LARGEST
+    _period = 0  # of patterns of samples; 0 for as long as the batch
 
     def __init__(self, record: LoopRecord, calls: Sequence[_Call], values: Mapping[int, Tensor], batch: Batch) -> None:
         # `values`: what is asked about, by number; nothing if all that the loop keeps is.
@@ -501,7 +492,7 @@ class LoopReplay:
         # Tensors of the draw, of so many records, that these samples are a part of.
         self._drawn = next((one.drawn for one in noted.values() if one.drawn > batch.size), 0)
         handed_out = {n: self._tensors[n] for n, one in noted.items() if one.drawn == self._drawn > 0}
-        self._of_draw = _of_all(self._drawn, handed_out, batch)
+        self._of_draw = {n: batch.axis for n, one in handed_out.items() if self._drawn in one.shape[batch.axis :][:1]}
         self._ends = [n for n, tensor in self._tensors.items() if tensor.requires_grad and not tensor.is_leaf]
         self._compared = [*map(axis_of, roots), *(axes[number] for number in self._ends)]
         self.others = {n: one.other for n, one in noted.items() if one.other is not None}  # of an earlier batch
@@ -539,8 +530,10 @@ class LoopReplay:
         """Return whether samples follow several records of the draw that they are a part of, as far as it is known."""
         if not (self._of_draw and self._is_whole):
             return False
-        draw = copy(self)
+        draw, size = copy(self), self._batch.size
         draw._axes, draw._whole, draw._batch = self._of_draw, [], replace(self._batch, size=self._drawn)
+        # Where outputs have as many rows together, these may be several of each record, as of a pair.
+        draw._period = size if self._drawn == len(self._ends) * size else 0
         if not draw._look(draw._are_of_neither):
             return False
         draw._draws = AlikeDraws(self._batch.axis)
@@ -551,7 +544,9 @@ class LoopReplay:
         """Return whether copies of two records make a sample that copies of neither alone make."""
         # So it is found in whatever part of a draw, and in whatever order, samples are.
         size, rare = self._batch.size, rare_sample(self._alike)
-        first, places = int(rare == 0), random.Random(self._batch.seed).sample(range(size), size // 2)
+        period = self._period or size
+        chosen = random.Random(self._batch.seed).sample(range(period), period // 2)
+        first, places = int(rare == 0), [place for place in range(size) if place % period in chosen]
         for second, loud in product({rare % size, size // 2} - {first}, ((), places)):
             both = self._run([second if place in places else first for place in range(size)], (), loud)
             ones = self._run(size * [first], ()), self._run(size * [second], (), loud and range(size))

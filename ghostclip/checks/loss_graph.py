@@ -26,9 +26,9 @@ from ghostclip.capture.hooks import hooks_at, hooks_of_others, hooks_set_on, ref
 from ghostclip.capture.nodes import Edge, edge_of, nodes_behind, shape_at
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.capture.row_maps import FOLDED, WHOLE, RowMap, candidates
-from ghostclip.capture.sample_axis import USE_KEY, has_one_axis
+from ghostclip.capture.sample_axis import LOST, USE_KEY, has_one_axis, sample_axis_at
 from ghostclip.capture.substitution import gradients_at
-from ghostclip.checks.linear_paths import linear_ends, of_few_digits
+from ghostclip.checks.linear_paths import PICKED, linear_ends, of_few_digits
 from ghostclip.checks.probe import (
     Company,
     GradientSource,
@@ -293,12 +293,17 @@ def refuse_foreign(nodes: Iterable[Any], is_own: Callable[[nn.Parameter], bool] 
 def _crossed(node: Any, inputs: Sequence[Edge], number: int, size: int, seen: Sizes) -> str:
     """Return "shapes becomes shape" if a node pairs all samples with as many rows, as (B, 1) with (B,); else ""."""
     after = shape_at((node, 0)) or ()
-    axes = _axes_of_samples(after, size)
+    axes, length = _axes_of_samples(after, size), 0
+    if axes >= _TWO_AXES and (rows := sample_axis_at((node, 0))) is not None and rows is not LOST:
+        # Features of any number are no samples' axis, and nothing is paired where one sample's values are picked.
+        length = after[rows.axis] if rows.axis >= 0 else 0
+        picks = rows.axis < 0 and node.name() in PICKED
+        axes = 0 if picks else _axes_of_samples(after, size, length)
     if axes < _TWO_AXES:
         seen.setdefault((number, node.name()), size)
         return ""
     shapes = list(_remaining_shapes(node))
-    most = max(_axes_of_samples(shape, size) for shape in shapes)
+    most = max(_axes_of_samples(shape, size, length) for shape in shapes)
     if axes <= most or _NO_PAIRING.fullmatch(node.name()) or has_one_axis(node):
         return ""
     # A view has as many values as what it shows.
@@ -340,9 +345,10 @@ def _remaining_shapes(node: Any) -> Iterator[tuple[int, ...]]:
         yield tuple(length for axis, length in enumerate(shape) if axis not in gone)
 
 
-def _axes_of_samples(shape: Sequence[int], size: int) -> int:
+def _axes_of_samples(shape: Sequence[int], size: int, samples: int = 0) -> int:
     """Return how many axes are as long as each other and hold a whole number of positions of every sample."""
-    lengths = [length for length in shape if length and length % size == 0]
+    # `samples`: the length of the samples' axis, where it is known: then only those as long as that.
+    lengths = [length for length in shape if length and (length == samples if samples else length % size == 0)]
     return max(map(lengths.count, lengths), default=0)
 
 

@@ -12,12 +12,14 @@ Shape letters: B samples, L positions, F features.
 """
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from math import isfinite, prod
+from heapq import nlargest
+from itertools import chain, islice
+from math import exp, isfinite, lgamma, log, prod
+from operator import add
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import packed_inputs
 from ghostclip.capture.nodes import Edge
 from ghostclip.capture.row_maps import RowMap, samples_axis
+from ghostclip.capture.sample_axis import sample_axis_at
 from ghostclip.checks.batches import Batch, Randomness
 from ghostclip.checks.dependence import batch_axis_of, first_difference
 from ghostclip.checks.independence import FEWER_TOLERANCE, TOLERANCE, Run, plainly, tried
@@ -50,6 +53,10 @@ _PROOFS: Final = 3
 _ENTRIES: Final = {True: 2, False: 3}
 _RUN: Final = {True: 1, False: 2}
 _ELSEWHERE: Final = 4
+# Whole numbers stand at the ends alone by chance, where there are few: so rarely at most that it is taken for padding.
+_CHANCE: Final = 1e-2
+# Values that are met at the ends most often are looked for in records that end otherwise.
+_LEADING: Final = 8
 _FIXED: Final = (
     "Or pad all records to one fixed length: so, too, where lengths are given as shares of the longest record's, which "
     "stand for other positions once padding is cut off, or give them as numbers of positions."
@@ -142,7 +149,8 @@ class Padding:
         self._shapes: dict[tuple[int, int, int], torch.Size] = {}
         self._following: set[_InputAxis] = set()  # axes whose length differs from batch to batch
         self._proofs: Counter[_InputAxis] = Counter()  # how often each was proved
-        self._values: dict[tuple[_InputAxis, bool], set[float]] = {}  # padding's values, by axis and whether leading
+        # By axis and whether leading: what records end in.
+        self._ends_in: defaultdict[tuple[_InputAxis, bool], _EndValues] = defaultdict(_EndValues)
         # By path through a loss: lengths of the inputs then, and what it was divided by.
         self._seen: dict[Any, tuple[tuple[int, ...], tuple[float, ...]]] = {}
         self._lengths: tuple[int, ...] = ()  # of the latest inputs' axes but the samples'
@@ -231,27 +239,27 @@ class Padding:
             if sum(other.leaf == input_axis.leaf for other in input_axes) > 1:
                 # A mask for each pair of positions.
                 continue
-            known = {end: self._known(name, tensor, input_axis, leading=end) for end in (False, True)}
-            if known[not leading] and not known[leading]:
+            seen = [self._at_end(name, tensor, input_axis, leading=end) for end in (False, True)]
+            if seen[not leading].padding() and not seen[leading].padding():
                 return None
             samples = batch_axis_of(tensor, batch_size=batch.size, axis=batch.axis)
             assert samples is not None, "such axes lie beside one for samples"
             rows_BLF = tensor.detach().movedim((samples, input_axis.axis), (0, 1)).reshape(batch.size, length, -1)
-            columns[input_axis] = _Column(rows_BLF.flip(1) if leading else rows_BLF, known[leading])
-        decided = [column for column in columns.values() if column.values]
+            columns[input_axis] = _Column(rows_BLF.flip(1) if leading else rows_BLF, seen[leading])
+        decided = [column for column in columns.values() if column.is_padded]
         masked = any(column.is_flags for column in decided)
         runs = [run_B for column in columns.values() if (run_B := column.runs(masked=masked)) is not None]
         run_B = [min(lengths) for lengths in zip(*runs, strict=True)]
         if not decided or not any(0 < run < length for run in run_B):
             return None
-        for input_axis, column in columns.items():
-            self._values.setdefault((input_axis, leading), set()).update(column.values)
         return _Ends(input_axes, length, leading, run_B)
 
-    def _known(self, name: str, tensor: Tensor, input_axis: _InputAxis, *, leading: bool) -> set[float]:
-        """Return the values known to be padding at one end of an input: declared by the loader or found before."""
-        declared = (one for one in self._declared_of(name, tensor) if one.leading is leading)
-        return {one.value for one in declared if one.value is not None} | self._values.get((input_axis, leading), set())
+    def _at_end(self, name: str, tensor: Tensor, input_axis: _InputAxis, *, leading: bool) -> "_EndValues":
+        """Return what is known of one end of an input, the padding that the loader has declared included."""
+        declared = [one.value for one in self._declared_of(name, tensor) if one.leading is leading]
+        seen = self._ends_in[input_axis, leading]
+        seen.declared = {value for value in declared if value is not None}
+        return seen
 
     def _refuse_one(
         self, model: nn.Module, run: Run, batch: Batch, ends: _Ends, forward: ForwardContext, unchecked: Unchecked
@@ -334,9 +342,10 @@ class Padding:
 
     def refuse_losses(
         self,
-        paths: Iterable[Path],
+        path_groups: Iterable[Sequence[Path]],
         forward: ForwardContext,
         gradients: Callable[[Sequence[Edge]], Sequence[Tensor | None]],
+        is_of_one: Callable[[Path], bool],
         *,
         roots: Sequence[Edge],
     ) -> None:
@@ -345,7 +354,8 @@ class Padding:
         Cost:
             Where nothing follows the batch, a few numbers are kept of the first loss of each form.
         """
-        # `gradients` returns the loss's gradients at edges. What the loss does not take may be on another output's way.
+        # `gradients` returns the loss's gradients at edges, `is_of_one` whether the values at the end of a path are one
+        # sample's. What the loss does not take may be on another output's way.
         beyond = [one for one in forward.padded if one.edge is not None] if forward.padded else []
         beyond = _taken(beyond, roots) if beyond else []
         edges = [one.edge for one in beyond if one.edge is not None]
@@ -353,27 +363,34 @@ class Padding:
             if grad is not None and one.reached_by(grad, forward.batch_size):
                 raise LossReductionError(_TAKEN_IN.format(count=one.count, own=_OWN))
         rows, sizes = list[int](), set[int]()
-        for number, path in enumerate(islice(paths, _WAYS)):
+        for number, path in enumerate(islice(chain.from_iterable(path_groups), _WAYS)):
             taken = _taken(beyond, path.ends) if beyond else []
             sizes = {length for one in taken for length in (one.length, one.length - 1)} if taken else set[int]()
-            self._refuse_divisors((number, *path.key), path, forward, sizes)
-            means = path.reduced[-1:] if path.loss is None and not path.picked else ()
-            rows += [step.count for step in means if step.kind == "mean" and len(step.sizes) == 1]
+            self._refuse_divisors((number, *path.key), path, forward, sizes, is_of_one)
+            last = path.reduced[-1:] if path.loss is None and not path.picked else ()
+            rows += [step.count for step in last if step.kind == "mean" and len(step.sizes) == 1]
         # Of rows that were cut to their own positions one may be as long as the longest, and not all.
         if len(rows) > 1 and sizes.issuperset(rows) and forward.batch_size not in rows:
             raise LossReductionError(_DIVIDED.format(how=f"a mean over {rows[0]} positions of each row", own=_OWN))
 
-    def _refuse_divisors(self, key: Any, path: Path, forward: ForwardContext, sizes: set[int]) -> None:
+    def _refuse_divisors(
+        self, key: Any, path: Path, forward: ForwardContext, sizes: set[int], is_of_one: Callable[[Path], bool]
+    ) -> None:
         """Refuse a mean over, or division by, a number of positions that follows the batch."""
         lengths, before = self._seen.get(key, ((), ()))
         if lengths == self._lengths and not sizes:
             return
-        means, divisors = list(_inner_means(path, forward)), list(_divisors(path))
+        # Of one sample's values a mean is over its own.
+        means = [] if is_of_one(path) or _is_of_one(path) else list(_inner_means(path, forward))
+        divisors = list(_divisors(path))
         now = (*(float(count) for count, _, _ in means), *divisors)
         if not lengths:
             self._seen[key] = self._lengths, now
-        # What was another number when the inputs had other lengths follows them.
-        others = before if self._following and lengths != self._lengths and len(before) == len(now) else now
+        # What was another number when the inputs had other lengths follows them; what was the same does not.
+        varied = bool(self._following) and lengths != self._lengths and len(before) == len(now)
+        others = before if varied else now
+        stayed = {number for number, other in zip(now, others, strict=True) if varied and number == other}
+        sizes = sizes - (stayed - {near for length in lengths for near in (length, length - 1)})
         for (count, step, axes), other in zip(means, others, strict=False):
             # Or over the first axis that is as long as positions of outputs that follow the batch.
             is_over = next((is_reduced for size, is_reduced in axes if size in sizes), False)
@@ -403,46 +420,89 @@ class _CutResult:
     lost: Sequence[tuple[int, int, int] | None] = ()
 
 
+class _Ended(NamedTuple):
+    """How often a value was met, in records that do not consist of it: in entries."""
+
+    at_ends: int = 0  # in runs at the end
+    elsewhere: int = 0
+    longest: int = 0  # of the runs
+    records: int = 0  # looked at
+    entries: int = 0  # of these records
+
+    def by_chance(self) -> float:
+        """Return how many values would be met at the ends alone, as far as this one is, if they stood anywhere."""
+        ends = _choices(self.at_ends + self.records - 1, self.at_ends) + log(max(1, self.records))
+        anywhere = _choices(self.entries, self.at_ends + self.elsewhere)
+        return exp(min(0.0, ends + _choices(self.entries - self.at_ends, self.elsewhere) - anywhere))
+
+
+def _choices(among: int, count: int) -> float:
+    """Return the logarithm of in how many ways some may be chosen."""
+    return lgamma(among + 1) - lgamma(count + 1) - lgamma(among - count + 1)
+
+
+class _EndValues:
+    """What stood at one end of an input's records, in all batches, and which value of it is padding."""
+
+    def __init__(self) -> None:
+        self.declared: set[float] = set()  # padding that the loader is known to add
+        self._met: dict[float, _Ended] = {}
+        self._is_float = self._is_flags = False
+
+    def add(self, runs: dict[float, list[int]], column: "_Column", inside_BLF: Tensor) -> None:
+        """Count the runs of values at the end of records, and what else they hold."""
+        features, self._is_float, self._is_flags = inside_BLF.shape[2], column.is_float, column.is_flags
+        for value in {*runs, *nlargest(_LEADING, self._met, key=self._met.__getitem__)}:
+            before, run_N = self._met.get(value, _Ended()), runs.get(value, [])
+            at_ends = sum(run_N) * features
+            elsewhere, longest = int((inside_BLF == value).sum()) - at_ends, max(before.longest, *run_N, 0)
+            now = at_ends, elsewhere, 0, len(inside_BLF), inside_BLF.numel()
+            self._met[value] = _Ended(*map(add, before, now))._replace(longest=longest)
+
+    def padding(self) -> set[float]:
+        """Return the values that are padding: what is declared, and the one that most entries at the end hold."""
+        found = [(met.at_ends, value) for value, met in self._met.items() if self._is_padding(value, met)]
+        return self.declared | ({max(found)[1]} if found else set())
+
+    def _is_padding(self, value: float, met: _Ended) -> bool:
+        if self._is_flags:
+            return value == 0 and not met.elsewhere
+        enough = met.at_ends >= _ENTRIES[self._is_float] and met.longest >= _RUN[self._is_float]
+        alone = enough and met.at_ends >= _ELSEWHERE * met.elsewhere
+        return value in self.declared or (alone and (self._is_float or met.by_chance() < _CHANCE))
+
+
 class _Column:
     """The values at the end of the records in one input, and which of them are padding."""
 
-    def __init__(self, rows_BLF: Tensor, known: set[float]) -> None:
+    def __init__(self, rows_BLF: Tensor, seen: _EndValues) -> None:
         """Find the runs of one value at the end of each record, and which values are padding."""
-        # `rows_BLF`: padding is looked for at the end. `known`: values that are known to be padding.
-        self._rows_BLF, self._known = rows_BLF, known
+        # `rows_BLF`: padding is looked for at the end. `seen`: what stood there in batches before; noted in it.
+        self._rows_BLF = rows_BLF
         last_B1F = rows_BLF[:, -1:]
         self._same_B = (rows_BLF == last_B1F).all(2).flip(1).long().cumprod(1).sum(1)
         whole_B = self._same_B == rows_BLF.shape[1]
         value_B, single_B = last_B1F[:, 0, 0], (last_B1F == last_B1F[..., :1]).all(2).squeeze(1)
-        self._is_float = rows_BLF.is_floating_point()
+        self.is_float = rows_BLF.is_floating_point()
         # the input holds zeros and ones alone, as masks do
-        self.is_flags = not self._is_float and bool(((rows_BLF == 0) | (rows_BLF == 1)).all())
+        self.is_flags = not self.is_float and bool(((rows_BLF == 0) | (rows_BLF == 1)).all())
+        inside_BLF, ends = rows_BLF[~whole_B], value_B[single_B].unique().tolist()
+        runs = {value: self._same_B[single_B & (value_B == value) & ~whole_B].tolist() for value in ends}
+        seen.add({value: run_N for value, run_N in runs.items() if run_N}, self, inside_BLF)
+        self.known = seen.padding()  # values that are padding, here or in other batches
         # Columns that were made from padding, by an embedding outside of the model.
-        padded_B = ~single_B & ~whole_B & (self._same_B > 1) & self._is_float
-        inside_BLF = rows_BLF[~whole_B]
-        self.values: set[float] = set()  # those that are padding there
-        for value in value_B[single_B].unique().tolist():
-            ends_B = single_B & (value_B == value)
-            run_N = self._same_B[ends_B & ~whole_B]
-            is_padding = value in known or self._is_padding(run_N, int((inside_BLF == value).sum()), value)
-            padded_B |= ends_B if is_padding else False
-            self.values |= {float(value)} if is_padding and len(run_N) else set()
+        padded_B = ~single_B & ~whole_B & (self._same_B > 1) & self.is_float
+        for value in self.known.intersection(ends):
+            padded_B |= single_B & (value_B == value)
+        self.is_padded = bool((padded_B & single_B & ~whole_B).any())
         self._run_B = torch.where(padded_B, self._same_B, 0)
-
-    def _is_padding(self, run_N: Tensor, entries: int, value: float) -> bool:
-        """Return whether a value is padding, by its runs at the ends and how many entries hold it in all."""
-        at_ends = int(run_N.sum()) * self._rows_BLF.shape[2]
-        if self.is_flags or not at_ends:
-            return value == 0 and not self._known and bool(at_ends) and entries == at_ends
-        enough = at_ends >= _ENTRIES[self._is_float] and int(run_N.max()) >= _RUN[self._is_float]
-        return enough and at_ends >= _ELSEWHERE * (entries - at_ends)
 
     def runs(self, *, masked: bool) -> list[int] | None:
         """Return how many positions at the end of each record may be padding; None where this input says nothing."""
         # `masked`: a mask decides which are.
-        if not (self.values or self._known or self.is_flags) and self._counts_positions():
+        if not (self.known or self.is_flags) and self._counts_positions():
             return None
-        lenient = (self.is_flags and not self._known and not self.values) or (masked and not self.is_flags)
+        lenient = (self.is_flags and not self.known) or (masked and not self.is_flags)
         counts: list[int] = (self._same_B if lenient else self._run_B).tolist()
         return counts
 
@@ -451,7 +511,7 @@ class _Column:
         rows = self._rows_BLF
         if rows.shape[1] < 2 or bool((self._same_B == rows.shape[1]).all()):
             return True
-        return not self._is_float and int(rows.long().diff(dim=1).abs().max()) <= 1
+        return not self.is_float and int(rows.long().diff(dim=1).abs().max()) <= 1
 
 
 def _named(inputs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -548,6 +608,12 @@ def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, Red
             sizes = [length // (size if other == sample_axis else 1) for other, length in enumerate(step.sizes)]
             axes = [(length, other in step.axes) for other, length in enumerate(sizes) if length > 1]
             yield prod(length for length, is_reduced in axes if is_reduced), step, axes
+
+
+def _is_of_one(path: Path) -> bool:
+    """Return whether the values at the end of a path belong to one sample, as far as it is known."""
+    rows = sample_axis_at(path.ends[0])
+    return rows is not None and rows.axis < 0
 
 
 def _divisors(path: Path) -> Iterator[float]:

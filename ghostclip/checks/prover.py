@@ -220,9 +220,15 @@ class Evidence:
             yield
 
     def refuse_padding(
-        self, capture: CaptureContext, roots: Sequence[Any], paths: Iterable[Path], forward: ForwardContext
+        self,
+        capture: CaptureContext,
+        roots: Sequence[Any],
+        path_groups: Iterable[Sequence[Path]],
+        forward: ForwardContext,
+        is_of_one: Callable[[Path], bool],
     ) -> None:
         """Refuse a loss that takes padding in, or divides by a length that follows the batch."""
+        # `is_of_one`: whether the values at the end of a path are known to be one sample's.
 
         def gradients(edges: Sequence[Edge]) -> Sequence[Tensor | None]:
             root_grads = [torch.ones_like(root) for root in roots]
@@ -231,7 +237,7 @@ class Evidence:
 
         if self.probes:
             with self.unseen(capture, roots, forward) if forward.padded else nullcontext():
-                self.padding.refuse_losses(paths, forward, gradients, roots=list(map(edge_of, roots)))
+                self.padding.refuse_losses(path_groups, forward, gradients, is_of_one, roots=list(map(edge_of, roots)))
 
     @contextmanager
     def around(self, capture: CaptureContext, roots: Sequence[Any], forward: ForwardContext) -> Iterator[None]:

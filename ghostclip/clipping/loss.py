@@ -21,7 +21,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -248,7 +247,9 @@ class LossExaminer:
         refuse_following(roots, forward)
         for each in forwards:
             each.summed = summed
-        self._evidence.refuse_padding(capture, roots, chain.from_iterable(path_groups.values()), forward)
+        self._evidence.refuse_padding(
+            capture, roots, path_groups.values(), forward, partial(self._is_of_one, path_groups)
+        )
 
     def examine_losses(self, capture: CaptureContext, losses_B: Tensor, forward: ForwardContext) -> None:
         """Refuse losses of samples with a common factor that differs from earlier steps or may follow other samples."""
@@ -269,7 +270,9 @@ class LossExaminer:
                 )
         self._refuse_changed_factors(path_groups, forward)
         if size > 1:
-            self._evidence.refuse_padding(capture, [losses_B], chain.from_iterable(path_groups.values()), forward)
+            self._evidence.refuse_padding(
+                capture, [losses_B], path_groups.values(), forward, partial(self._is_of_one, path_groups)
+            )
 
     def _are_summed(self, path_groups: dict[_Key, list[Path]], forward: ForwardContext, roots: Any, grads: Any) -> bool:
         """Return whether a loss is a sum over samples, not a mean; refuse a scale that differs from earlier steps."""
@@ -279,7 +282,7 @@ class LossExaminer:
             placed = [_ending_at_rows(path, seen) for path in alike if not _adds_nothing(path)]
             seen.by_row = seen.by_row or _are_rows(placed, seen.row_map, forward.batch_size)
             scales = [self._scale(path, seen, forward, roots, grads) for path in placed]
-            forms |= {scale.forms == SUM for scale in scales}
+            forms |= {scale.forms == SUM for scale in scales if scale.forms != ANY}
             self._agree(key, placed, scales, forward.batch_size)
         if len(forms) > 1:
             raise LossReductionError(
@@ -292,7 +295,7 @@ class LossExaminer:
         """Refuse a path whose scale differs from earlier steps; keep the forms that fit all of them."""
         seen = self._seen.setdefault(key, _Seen())
         forms = frozenset.intersection(*(scale.forms for scale in scales))
-        scale = Scale(forms, added(parallel_paths, [scale.constant for scale in scales], batch_size))
+        scale = Scale(forms, added(parallel_paths, [scale.constant for scale in scales], seen.row_map, batch_size))
         seen.scale = scale if seen.scale is None else seen.scale.agreed(scale, reduction=self._reduction)
 
     def _refuse_changed_factors(self, path_groups: dict[_Key, list[Path]], forward: ForwardContext) -> None:
@@ -315,6 +318,11 @@ class LossExaminer:
         return not path_groups.keys() <= proven.keys() or any(
             _is_moved(path, proven[key], forward) for key, (path, *_) in path_groups.items()
         )
+
+    def _is_of_one(self, path_groups: dict[_Key, list[Path]], path: Path) -> bool:
+        """Return whether the values at the end of a path were proved to be one sample's."""
+        keys = [key for key, alike in path_groups.items() if any(one is path for one in alike)]
+        return any(key in self._seen and self._seen[key].row_map.kind == "one" for key in keys)
 
     def _begun(self, root: Any, grad: Tensor | None) -> tuple[Edge, Path]:
         """Return where a backward starts: the edge, and a path with the starting gradient as its factor."""
@@ -348,7 +356,7 @@ class LossExaminer:
         """Return the scale of one path, and refuse a mean whose divisor depends on other samples."""
         size, row_map, before = forward.batch_size, _now(path, seen.row_map, forward), seen.scale
         joins = seen.by_row or any(step.kind == "joined" for step in path.reduced)
-        if joins and (row := row_of(path, size, row_map.axis if seen.by_row else None)) is not None:
+        if joins and (row := row_of(path, row_map, size)) is not None:
             # Of a row that is put together with others, or added to them, what lies below is one sample's.
             row_map = RowMap("one", 0, torch.tensor([row]))
         counts = self._counts(is_new=before is None)
@@ -366,7 +374,7 @@ def _are_rows(parallel_paths: Sequence[Path], row_map: RowMap, batch_size: int) 
     """Return whether paths lead through the rows of several samples, one by one."""
     if len(parallel_paths) == 1 or row_map.kind != "axis":
         return False
-    return len({row_of(path, batch_size, row_map.axis) for path in parallel_paths} - {None}) > 1
+    return len({row_of(path, row_map, batch_size) for path in parallel_paths} - {None}) > 1
 
 
 def _moments(values: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from ghostclip.capture.backward_entry import is_output
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import shape_at
 from ghostclip.capture.row_maps import RowMap, samples_axis
-from ghostclip.capture.sample_axis import picked_entry
+from ghostclip.capture.sample_axis import sample_picked
 from ghostclip.checks.linear_paths import Factors, Number, Path, ReducedAxes, grouped, looks_plain, paths
 from ghostclip.checks.losses import in_words
 from ghostclip.errors import LossReductionError
@@ -247,22 +247,25 @@ def _refuse_mean(path: Path, row_map: RowMap, batch_size: int, reduction: str) -
             return
 
 
-def added(parallel_paths: Sequence[Path], constants: Sequence[float], batch_size: int) -> float:
+def added(parallel_paths: Sequence[Path], constants: Sequence[float], row_map: RowMap, batch_size: int) -> float:
     """Return the sum of the factors of paths to the same values; each sample's, where they lead to rows of samples."""
     by_row: dict[int | None, float] = {}
     for path, constant in zip(parallel_paths, constants, strict=True):
-        row = row_of(path, batch_size) if len(constants) > 1 else None
+        row = row_of(path, row_map, batch_size) if len(constants) > 1 else None
         by_row[row] = by_row.get(row, 0.0) + constant
     values = set(by_row.values())
     return values.pop() if len(values) == 1 else sum(by_row.values())
 
 
-def row_of(path: Path, batch_size: int, axis: int | None = None) -> int | None:
-    """Return which sample's row of its end a path leads through, nearest to it; None where it is through none."""
-    # `axis`: along which it is picked; None for any.
-    above = takewhile(lambda edge: edge not in path.ends, path.passed())
-    picked = [entry for edge in above if (entry := picked_entry(*edge, batch_size)) is not None]
-    return picked[-1][1] if picked and axis in (None, picked[-1][0]) else None
+def row_of(path: Path, row_map: RowMap, batch_size: int) -> int | None:
+    """Return which sample's rows of its end a path leads through; None where it is through those of several."""
+    *above, end = [*takewhile(lambda edge: edge not in path.ends, path.passed()), path.ends[0]]
+    sizes = shape_at(end) or ()
+    rows = row_map.sample_axis(sizes, batch_size)
+    # A loss of torch with a reduction of its own leaves no rows.
+    if rows is None or path.loss is not None or rows.size not in sizes[rows.axis :][:1]:
+        return None
+    return sample_picked(rows, [end, *reversed(above)])
 
 
 def constant_of(parallel_paths: Sequence[Path], *, batch_size: int, axis: int, counts: Counts) -> float:
@@ -270,7 +273,7 @@ def constant_of(parallel_paths: Sequence[Path], *, batch_size: int, axis: int, c
     # Refused: multiplication by one tensor, as by a GradScaler, or a choice by one condition; and a number that looks
     # like a count of the batch. It may follow other samples, and clipping cannot undo it.
     each = [_path_constant(path, batch_size, axis, counts) if path.numbers else 1.0 for path in parallel_paths]
-    return added(parallel_paths, each, batch_size)
+    return added(parallel_paths, each, RowMap("axis", axis), batch_size)
 
 
 def _path_constant(path: Path, batch_size: int, axis: int, counts: Counts) -> float:
@@ -344,7 +347,8 @@ def scale_of(  # noqa: PLR0913 - what is known of a step and of those before
         _refuse_mean(path, row_map, batch_size, reduction)
     numbers = [number for number in path.numbers if batch_size > 1 or not number.has_axes]
     sign = prod(-1 if number.given < 0 else 1 for number in numbers)
-    readings = [(frozenset({"mean"} if is_mean else {"sum"}), numbers)]
+    # Of one sample a mean is its own.
+    readings = [(ANY if is_mean and batch_size == 1 else frozenset({"mean"} if is_mean else {"sum"}), numbers)]
     inner = _inner_sizes(path, batch_size, axis) if numbers else set[int]()
     if not is_mean and reduction == "mean":
         divisors = _divisors(path, steps, row_map, forward)

@@ -504,7 +504,8 @@ def _in_two_rows(records):
     return torch.cat([first, second]), margins
 
 
-def test_parts_with_two_rows_of_each_record_are_not_taken_for_the_draw():
+@pytest.mark.parametrize("has_margins", [False, True])
+def test_parts_with_two_rows_of_each_record_are_not_taken_for_the_draw(has_margins):
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(3 * BATCH, 4), torch.randn(3 * BATCH, 4), torch.randn(3 * BATCH))
     model = nn.Linear(4, 1)
@@ -518,7 +519,8 @@ def test_parts_with_two_rows_of_each_record_are_not_taken_for_the_draw():
             assert len(rows) == BATCH
             scores = torch.cat([model(half)[:, 0] for half in rows.chunk(2)]) * rows[:, 0]
             better, worse = scores.chunk(2)
-            (-functional.logsigmoid(better - worse - margins)).mean().backward()
+            apart = better - worse - (margins if has_margins else 1.0)
+            (-functional.logsigmoid(apart)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     assert optimizer.releases == 3
