@@ -391,7 +391,8 @@ def _ranks_of(sampler: Any, records: int) -> int:
 
 def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return a loader's options for `DataLoader` on how records are fetched."""
-    return {name: getattr(loader, name) for name in FETCHING}
+    own = getattr(loader, "_dataloader", loader)  # of what Fabric puts around a loader, which lacks its properties
+    return {name: getattr(own, name) for name in FETCHING}
 
 
 def started(start: Callable[[], Iterator[Any]], *, resuming: bool) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import logging
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
+from ghostclip import BatchMemoryManager
 from ghostclip.errors import InvalidOptionError
 from tests.integrations.table import Row, row
 from tests.integrations.trainings import DELTA, MIXED, STEPS, exact, refused
@@ -689,8 +691,8 @@ def _set_up(world: World, order: str, fabric: Any, trained: tuple[Any, Any, Any]
 class _WithFabric:
     """A script with Fabric, set up before or after make_private, that other processes can be handed."""
 
-    def __init__(self, order: str, **options: Any) -> None:
-        self._order, self._options = order, options
+    def __init__(self, order: str, *, parts: int | None = None, **options: Any) -> None:
+        self._order, self._parts, self._options = order, parts, options
 
     def __call__(self, world: World) -> None:
         fabric = fabric_of(world, **self._options)
@@ -700,10 +702,15 @@ class _WithFabric:
         each = BATCH // world.ranks if self._order == "first" else BATCH
         trained = body, torch.optim.SGD(body.parameters(), lr=0.1), world.loader(batch_size=each)
         model, optimizer, loader = _set_up(world, self._order, fabric, trained, world.private)
-        for x, y in loader:
-            optimizer.zero_grad()
-            fabric.backward(functional.cross_entropy(model(x.float() if single else x), y))
-            optimizer.step()
+        with contextlib.ExitStack() as stack:
+            if self._parts is not None:
+                loader = stack.enter_context(
+                    BatchMemoryManager(data_loader=loader, max_physical_batch_size=self._parts, optimizer=optimizer)
+                )
+            for x, y in loader:
+                optimizer.zero_grad()
+                fabric.backward(functional.cross_entropy(model(x.float() if single else x), y))
+                optimizer.step()
 
 
 def _fabric_row(order: str, feature: str, *, ranks: int = 1, tolerance: float | None = None, **options: Any) -> None:
@@ -723,6 +730,7 @@ for _order in ("second", "first"):
     if _order == "second":
         _fabric_row(_order, "; two processes", ranks=2)
     _fabric_row(_order, "; precision='bf16-mixed'", precision="bf16-mixed", tolerance=2e-2)
+    _fabric_row(_order, "; BatchMemoryManager with the loader and the optimizer that are set up", parts=3)
 
 
 @row(ROWS, **_FABRIC, ranks=2, slow=True, outcome="refused", note="model, optimizer and loader themselves")
