@@ -150,7 +150,8 @@ class WrappedOptimizer(Optimizer):
         """Refuse an enabled `torch.amp.GradScaler`, which reads this before it steps; the only place to stop it."""
         raise InvalidOptionError(
             "GradScaler multiplies the loss, so that gradients would be clipped at the wrong norm and unscaled outside "
-            "the private step. Use torch.autocast with bfloat16, which needs no scaler, or GradScaler(enabled=False)."
+            "the private step. Use torch.autocast with bfloat16, which needs no scaler, or GradScaler(enabled=False). "
+            "Lightning's clip_gradients asks for the same in 16 bits: leave it out, max_grad_norm bounds each record."
         )
 
     def __getattr__(self, name: str) -> Any:

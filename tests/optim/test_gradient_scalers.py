@@ -134,3 +134,9 @@ def test_scalers_of_frameworks_are_refused(stepper):
     assert not run.applied
     run.optimizer.step()
     torch.testing.assert_close(run.applied[-1], want, rtol=1e-10, atol=1e-12)
+
+
+def test_clipping_by_lightning_in_16_bits_is_told_from_a_scaler():
+    plugins = pytest.importorskip("lightning.pytorch.plugins.precision.amp")
+    with pytest.raises(InvalidOptionError, match=r"clip_gradients .* leave it out, max_grad_norm"):
+        plugins.MixedPrecision("bf16-mixed", "cpu").clip_gradients(Run().optimizer, 0.5)
