@@ -220,6 +220,24 @@ class AlikeDraws(_torch.DispatchMode):
         return row.expand(shape).clone()
 
 
+class OtherDraws(AlikeDraws):
+    """Gives samples random numbers of their own, and those in some places the ones of other samples."""
+
+    # `whole`, `part`: `shapes` of this forward and of one of fewer samples, by which numbers of each sample are known.
+    def __init__(self, axis: int, order: Sequence[int], whole: Sequence[Any], part: Sequence[Any]) -> None:
+        super().__init__(axis)
+        self._order, self._known = torch.tensor(order), list(zip(whole, part, strict=False))
+
+    def _drawn(self, func: Any, named: Mapping[str, Any], given: Any) -> Any:
+        """Draw numbers, and give some samples those of others."""
+        drawn = func(**named)
+        for (_, whole), (_, part) in self._known[len(self.shapes) :][:1]:
+            axis = next((axis for axis in self._axes if whole[0][: axis + 1] != part[0][: axis + 1]), None)
+            if axis is not None and isinstance(drawn, Tensor) and drawn.shape[axis] == len(self._order):
+                return drawn.index_select(axis, self._order.to(drawn.device))
+        return drawn
+
+
 # So many samples show what lies behind a gate.
 _FEW: Final = 3
 # So many samples of a larger batch show which axes hold them.

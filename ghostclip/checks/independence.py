@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from ghostclip import _torch, _tree
 from ghostclip.capture.row_maps import RowMap
 from ghostclip.capture.substitution import gradients_of_leaves
-from ghostclip.checks.batches import AlikeDraws, Batch, Randomness, WithoutDropout, unnoticed
+from ghostclip.checks.batches import AlikeDraws, Batch, OtherDraws, Randomness, WithoutDropout, unnoticed
 from ghostclip.checks.dependence import batch_axis_of, rows_of_each
 from ghostclip.checks.module_state import ModuleState, restored
 from ghostclip.checks.unchecked import BEHIND, FEWER, REMEMBERED, REPLACED, SCALARS, Unchecked
@@ -529,6 +529,9 @@ class _Reruns:
         if not alike:
             unchecked.missed("random numbers are drawn", FEWER)
             return ""
+        with OtherDraws(batch.axis, batch.copies(batch.drawn), draws.shapes, others.shapes):
+            if not batch.gathered and self.differ_in_place(batch.drawn, batch.inputs):
+                return "half of the samples met other random numbers"
         moved, *alone = differ
         if moved:
             return _ELSEWHERE

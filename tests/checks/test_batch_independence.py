@@ -88,6 +88,27 @@ def test_what_follows_the_number_of_samples_is_seen_beside_random_numbers(draw, 
             forward(lambda model, x, follows=follows: follows(DRAWS[draw](model.layer(x))))
 
 
+OVER_THE_BATCH = {
+    "over their mean, as DropBlock has its masks": lambda h: h * (kept := torch.rand_like(h)) / kept.mean(),
+    "over their deviation": lambda h: h + (noise := h.new_empty(h.shape).normal_()) / noise.std(),
+    "their sum": lambda h: h * torch.rand(len(h), 1).sum(),
+}
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+@pytest.mark.parametrize("draw", OVER_THE_BATCH)
+def test_statistics_of_random_numbers_over_the_batch_are_refused(draw, size):
+    """Without a sample its numbers are missing, too: all other samples would be scaled in another way."""
+    ghostclip.GhostClipper(model := _Model(lambda model, x: OVER_THE_BATCH[draw](model.layer(x))), max_grad_norm=0.1)
+    with pytest.raises(SampleMixingError, match="met other random numbers"):
+        model(torch.randn(size, 3))
+
+
+def test_random_numbers_that_all_samples_have_in_common_may_be_as_many_as_these():
+    ghostclip.GhostClipper(model := _Model(lambda m, x: m.layer(x) * torch.rand(5, 1).mean()), max_grad_norm=0.1)
+    model(torch.randn(5, 3))
+
+
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_any_place_that_any_sample_follows_is_seen(size):
     """One sample adds what stands at the place of another, whichever two they are: no pair is left to chance."""
