@@ -35,9 +35,9 @@ from ghostclip.capture.call_sites import (
     key_of,
 )
 from ghostclip.capture.derive import refuse_data, reorders_copies
-from ghostclip.capture.forward import Counted, ForwardContext
-from ghostclip.capture.nodes import SavedForm, save_tensors
-from ghostclip.capture.param_use import FactorFunction, ParamUse, attached_again, record_ids, run_and_save
+from ghostclip.capture.forward import ForwardContext
+from ghostclip.capture.nodes import save_tensors
+from ghostclip.capture.param_use import FactorFunction, ParamUse, attached, record_ids, run_and_save
 from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, PerSampleCopies, Plan, Write
 from ghostclip.capture.row_maps import (
     IN_ORDER,
@@ -184,10 +184,10 @@ _RULES: dict[str, Callable[[Operation], Callable[[], Any] | None]] = {
 
 # One of two tensors is brought to the other's dtype, device or shape; the other's values take no part.
 _LIKE: Final = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
-# More forms than this are no forms: something in the arguments is new each time.
-_MOST: Final = 4096
 # Of a call, shapes of its data by which the way of its rows is remembered.
 _SHAPES: Final = 64
+# More forms than this are no forms: something in the arguments is new each time.
+_MOST: Final = 4096
 # Forms of factors that several parameters can have together.
 _TOGETHER: Final = frozenset({"outer product", "dense"})
 _VALUES: Final = frozenset({type(None), bool, int, float, str})
@@ -341,41 +341,36 @@ class _DataForm(NamedTuple):
     layout: torch.layout
 
 
-class _Reading(NamedTuple):
-    """How data in the graph is read, of one shape and reached in one way."""
-
-    way: Followed | None  # None in a batch of one sample
-    maps: list[RowMap]  # how its rows may map to samples
-    form: SavedForm  # what `SavedTensors` notes of it
-    counted: Counted  # its count in a forward
-
-
 @dataclass(eq=False, slots=True)
 class _KnownCall:
     """One of the calls of an operation in a forward, which take place in every forward."""
 
     site: CallSite
     known: int  # axis of its data that has samples
-    # by the shape of its data, the number of samples, and the batch axis
-    readings: dict[tuple[torch.Size, int, int], _Reading] = field(default_factory=dict)
+    # by the shape of its data, the number of samples and the batch axis: how data in the graph was reached (None in a
+    # batch of one sample), and how its rows may map to samples
+    readings: dict[tuple[torch.Size, int, int], tuple[Followed | None, list[RowMap]]] = field(default_factory=dict)
 
-    def read(self, rows: Tensor, forward: ForwardContext, dims: int) -> _Reading:
-        """Return where samples lie in the data of a call, from the cache if it was reached in the same way before."""
-        shape, size, edge = rows.shape, forward.batch_size, (rows.grad_fn, rows.output_nr)
-        key = shape, size, forward.batch_axis
-        reading = self.readings.get(key)
-        if reading is not None and (reading.way is None or reading.way.matches(edge)):
-            return reading
-        if len(self.readings) >= _SHAPES:
-            self.readings.clear()
-        way, sizes = Followed(edge) if size > 1 else None, tuple(shape[:dims])
-        followed = None if way is None else way.rows
-        maps = candidates_along(self.known, sizes, size, forward.batch_axis)
-        if followed is not None and followed.order is None and sizes[self.known : self.known + 1] == (followed.size,):
-            first = RowMap.of(followed, size)
-            maps = [first, *(one for one in maps if one.kind != first.kind)]
-        self.readings[key] = reading = _Reading(way, maps, SavedForm.of_shape(shape), (self.site, sizes))
-        return reading
+    def maps(self, rows: Tensor, sizes: tuple[int, ...], forward: ForwardContext) -> list[RowMap]:
+        """Return the row maps of data in the graph; empty where its rows came in another order, or another way."""
+        size, edge = forward.batch_size, (rows.grad_fn, rows.output_nr)
+        key = rows.shape, size, forward.batch_axis
+        way, maps = self.readings.get(key, (None, None))
+        if maps is None or not (way is None or way.matches(edge)):
+            if len(self.readings) >= _SHAPES:
+                self.readings.clear()
+            way = Followed(edge) if size > 1 else None
+            maps = candidates_along(self.known, sizes, size, forward.batch_axis)
+            followed = None if way is None else way.rows
+            if followed is not None and (followed.order is not None or followed.axis != self.known):
+                maps = []
+            elif followed is not None and sizes[self.known : self.known + 1] == (followed.size,):
+                first = RowMap.of(followed, size)
+                maps = [first, *(one for one in maps if one.kind != first.kind)]
+            self.readings[key] = way, maps
+        # Evidence on data that was followed says nothing of other data.
+        elsewhere = way is not None and way.rows is None and self.site.chosen == ("followed", self.known)
+        return [] if elsewhere else maps
 
 
 @dataclass(eq=False, slots=True)
@@ -439,20 +434,9 @@ class _CachedDecision:
         call = self.first if before is None else self.calls.get(visits)
         if call is None or call.site.attempts < MAX_ATTEMPTS or not is_rule_for(self.name, self.rule):
             return None
-        known, form, counted, wanted = call.known, None, None, self.form.requires_grad
-        if wanted and known >= 0:
-            way, maps, form, counted = call.read(rows, forward, self.dims)
-            followed, sizes = None if way is None else way.rows, counted[1]
-            anchored = followed is not None
-            if followed is None and way is not None and call.site.chosen == ("followed", known):
-                # Evidence on data that was followed says nothing of other data.
-                return None
-            if followed is not None and (followed.order is not None or followed.axis != known):
-                return None
-        else:
-            sizes = tuple(rows.shape[: self.dims])
-            # Where there are maps, data outside the graph is in the samples' own order.
-            maps, anchored = _maps_as_ever(rows, sizes, known, forward), not wanted
+        known, sizes, wanted = call.known, tuple(rows.shape[: self.dims]), self.form.requires_grad
+        in_graph = wanted and known >= 0
+        maps = call.maps(rows, sizes, forward) if in_graph else _maps_as_ever(rows, sizes, known, forward)
         if not maps:
             return None
         forward.visits[self.visits] = visits
@@ -460,11 +444,11 @@ class _CachedDecision:
             call.site, forward, self.targets, self.factors, self.dims, maps, None, rows.grad_fn, sizes, wanted,
             self.alike, order=self.order,
         )  # fmt: skip
-        anchored = anchored or leads_to(rows, forward.around.anchor)
-        output = self._output(func, rows, use, form)
-        return attached_again(use, output, anchored=anchored, counted=counted)
+        # What was followed has led to a captured operation.
+        anchored = not wanted or maps[0].followed is not None or leads_to(rows, forward.around.anchor)
+        return attached(use, self._output(func, rows, use), behind=use.behind, anchored=anchored)
 
-    def _output(self, func: Callable[..., Any], rows: Tensor, use: ParamUse, form: SavedForm | None) -> Tensor:
+    def _output(self, func: Callable[..., Any], rows: Tensor, use: ParamUse) -> Tensor:
         """Run the operation, with the tensors that its backward needs stored for a use."""
         place, values, keywords = self.rows, self.values, self.keywords
         if type(place) is int:
@@ -479,7 +463,7 @@ class _CachedDecision:
             record_ids(use, rows)
         if self.saves:
             # Before the operation runs, which may change its input in place (then reading it back is an error).
-            use.node = save_tensors((rows,), form)
+            use.node = save_tensors((rows,))
         return func(*values, **keywords) if self.plain else _past_overrides(func, values, keywords)
 
 
@@ -578,6 +562,7 @@ def _past_overrides(func: Callable[..., Any], values: Sequence[Any], keywords: M
 def _maps_as_ever(rows: Tensor, sizes: tuple[int, ...], known: int, forward: ForwardContext) -> list[RowMap]:
     """Return the row maps of data at a call whose form is cached; empty where its rows came in another order."""
     if not rows.requires_grad:
+        # Where there are maps, data outside the graph is in the samples' own order.
         if known < 0 or forward.around.rows.samples_of(rows) is not None:
             return []
         if forward.batch_size > 1:

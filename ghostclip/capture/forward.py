@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from ghostclip.capture.call_sites import MAX_WAYS, CallSite, CallSites, Resized,
 from ghostclip.capture.hooks import hooks_before_now
 from ghostclip.capture.inputs import RowTracker
 from ghostclip.capture.nodes import Casts
-
-# A use as its forward counts it: its call site, and the leading sizes of its rows, none of another than a rule's.
-Counted: TypeAlias = tuple[CallSite, tuple[int, ...]]
 
 
 class _Counts(NamedTuple):
@@ -57,7 +54,7 @@ class ForwardContext:
     batch_axis: int  # the axis of samples where the running operation's arguments are, as far as it is declared
     is_dummy: bool = False  # the batch was empty and one dummy sample stands in for it
     # call site of every use, and of those of a rule the leading sizes
-    uses: list[Counted] = field(default_factory=list)
+    uses: list[tuple[CallSite, tuple[int, ...]]] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)  # of inputs of many positions that uses store
     checkpointed: bool = False  # activation checkpointing was active somewhere in it
     ran_without_grad: bool = False  # parameters were used with gradients switched off

@@ -5,7 +5,7 @@ A use stores an input as autocast cast it, where it did, in the place of the inp
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -160,35 +160,14 @@ class InnerGraph(torch.autograd.Function):
         return None, None, None, *(next(gradients) if tensor.requires_grad else None for tensor in ctx.local)
 
 
-class SavedForm(NamedTuple):
-    """Form of a stored tensor: its shape, elements, and whether it may have many positions of each sample."""
-
-    shape: torch.Size
-    elements: int
-    many: bool  # whether it may have many positions of each sample
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "SavedForm":
-        """Return the form of a tensor."""
-        if type(tensor) is Tensor and tensor.layout is torch.strided:
-            return cls.of_shape(tensor.shape)
-        return cls(tensor.shape, tensor.numel(), many=False)
-
-    @classmethod
-    def of_shape(cls, shape: torch.Size) -> "SavedForm":
-        """Return the form of a plain tensor of some shape."""
-        return cls(shape, shape.numel(), len(shape) > 2)
-
-
 class SavedTensors:
     """Tensors with their versions when they were saved; what a node of the graph stores, at a tenth of its cost."""
 
-    __slots__ = ("_tensors", "_versions", "address", "form")
+    __slots__ = ("_tensors", "_versions", "address", "elements", "shape")
 
-    def __init__(self, tensors: Sequence[Tensor], form: SavedForm | None = None) -> None:
-        """Store detached aliases of tensors with their versions; `form` is that of the first, if known."""
-        # Aliases outside the graph are stored, lest a graph that refers to this refer to itself. `form` is that of the
-        # first.
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Store detached aliases of tensors with their versions, and what is known of the first."""
+        # Aliases outside the graph are stored, lest a graph that refers to this refer to itself.
         first = tensors[0]
         if len(tensors) == 1:
             self._tensors: tuple[Tensor, ...] = (first.detach(),)
@@ -196,9 +175,10 @@ class SavedTensors:
         else:
             self._tensors = tuple([tensor.detach() for tensor in tensors])
             self._versions = _torch.versions(tensors)
-        self.form = form = SavedForm.of(first) if form is None else form
-        """What is known of the first tensor."""
-        self.address: int = first.data_ptr() if form.many else 0
+        self.shape = first.shape
+        self.elements = self.shape.numel()
+        many = len(self.shape) > 2 and type(first) is Tensor and first.layout is torch.strided
+        self.address: int = first.data_ptr() if many else 0
         """Where it begins, if it may hold many positions of each sample; else 0."""
 
     @property
@@ -233,14 +213,14 @@ class _Saved:
         return node.saved_tensors
 
 
-def save_tensors(tensors: Sequence[Tensor], form: SavedForm | None = None) -> Any:
+def save_tensors(tensors: Sequence[Tensor]) -> Any:
     """Save tensors, through autograd where hooks on saved tensors are active; read them as its ``saved_tensors``."""
     if _torch.saving_hooks() is None:
         for tensor in tensors:
             if tensor.is_inference():
                 break
         else:
-            return SavedTensors(tensors, form)
+            return SavedTensors(tensors)
     with _torch.subclasses_off():
         anchor = torch.zeros((), requires_grad=True)
         return _Saved(_Save.apply(anchor, *tensors))

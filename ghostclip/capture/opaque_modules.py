@@ -27,6 +27,7 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import save_tensors
 from ghostclip.capture.param_use import ParamUse, attached, no_axis_message, site_of, versions_of
 from ghostclip.capture.row_maps import row_maps
+from ghostclip.capture.sample_axis import leads_to
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import Dense, Factor, FromSampler
@@ -200,7 +201,8 @@ class OpaqueModules:
             deliver(use, grad.movedim(axis, 0).contiguous())
             return grad
 
-        return attached(use, output, rows=output, hook=hook)
+        anchored = leads_to(output, forward.around.anchor)
+        return attached(use, output, behind=output.grad_fn, anchored=anchored, hook=hook)
 
 
 @dataclass(eq=False)

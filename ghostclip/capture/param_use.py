@@ -17,6 +17,7 @@ from ghostclip import _torch
 from ghostclip.capture.call_sites import (
     AT_ONCE_FORM,
     GENERAL_FORM,
+    MAX_ATTEMPTS,
     NEVER,
     CallSite,
     MatrixProduct,
@@ -27,10 +28,10 @@ from ghostclip.capture.call_sites import (
     key_of,
 )
 from ghostclip.capture.derive import pull_back
-from ghostclip.capture.forward import Counted, ForwardContext
+from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import SavedTensors, enter_graph, may_cast, save_tensors, under_checkpoint, without_view
 from ghostclip.capture.row_maps import RowMap
-from ghostclip.capture.sample_axis import USE_KEY, SampleAxis, leads_to, set_metadata
+from ghostclip.capture.sample_axis import USE_KEY, SampleAxis, set_metadata
 from ghostclip.capture.tracked import TrackedTensor
 from ghostclip.errors import BatchAxisError, UnsupportedModelError
 from ghostclip.factors import AtIndex, Diagonal, Factor, Head, Outer, Permuted, Rows, Stacked, Windows
@@ -109,7 +110,7 @@ class ParamUse:
         """Hand the gradient of the output to the running pass: the hook on the output."""
         # Returns what is handed on to autograd: one copy serves the norm, the clipped sum and the layer's own backward.
         grad = grad.contiguous()
-        self.forward.around.deliver(self, grad)
+        self.forward.around.deliver(self, grad.permute(self.order) if self.order else grad)
         return grad
 
     def release(self) -> None:
@@ -265,26 +266,28 @@ def site_of(
 def register(use: ParamUse, node: Any, behind: Any) -> None:
     """Count a new use in its forward, and mark the forward as unproved where its call site is."""
     forward, again = use.forward, _torch.in_backward()
+    # Where tensors are stored here, no hooks on saved tensors are active.
+    checkpointed = type(use.node) is not SavedTensors and under_checkpoint()
     if again:
         # The other kind of checkpointing recomputes under hooks of its own, and what it registers then is dropped.
         sites = forward.around.sites
-        sites.reentrant = sites.reentrant or not under_checkpoint()
+        sites.reentrant = sites.reentrant or not checkpointed
     else:
         # What is run again in a backward is no further use: counting it would keep its factors waiting.
         count(use, node, behind)
-    if under_checkpoint():
+    if checkpointed:
         forward.record_checkpointing(again=again)
-    if not use.site.proven:
+    if use.site.attempts < MAX_ATTEMPTS:
         forward.unproven = True
 
 
-def count(use: ParamUse, node: Any, behind: Any, counted: Counted | None = None) -> None:
+def count(use: ParamUse, node: Any, behind: Any) -> None:
     """Record a use in its forward: its sizes, the input it stores, and the way by which the forward reached it."""
     forward, site = use.forward, use.site
     if _torch.any_autocast() and forward.autocast is None:
         kind = next(iter(use.targets.values())).origin.value.device.type
         forward.autocast = torch.get_autocast_dtype(kind) if _torch.autocast_is_on(kind) else None
-    forward.uses.append((site, use.batch_dim_sizes) if counted is None else counted)
+    forward.uses.append((site, use.batch_dim_sizes))
     if not use.batch_dim_sizes:
         entries = sum(tracked.origin.value.numel() for tracked in use.targets.values())
         forward.unplanned += forward.batch_size * entries
@@ -302,22 +305,6 @@ def count(use: ParamUse, node: Any, behind: Any, counted: Counted | None = None)
             site.way = way
         else:
             forward.require_evidence(site.ways, way)
-
-
-def attached_again(use: ParamUse, output: Tensor, *, anchored: bool, counted: Counted | None) -> Tensor:
-    """Attach a use to its output where the operation was decided on in an earlier forward, at a proven site."""
-    # No backward is running. `anchored`: the graph of its data leads to the anchor.
-    forward = use.forward
-    if not output.requires_grad:
-        output = enter_graph(output, forward.around.anchor)
-    elif not anchored or _torch.is_view(output):
-        output = without_view(output, forward.around.anchor, anchored=anchored)
-    node = _torch.hear_gradient(output, delivery(use) if use.order else use.arrive)
-    count(use, node, use.behind, counted)
-    if type(use.node) is not SavedTensors and under_checkpoint():
-        forward.record_checkpointing(again=False)
-    set_metadata(node, USE_KEY, use)
-    return output
 
 
 def run_and_save(use: ParamUse, run: Callable[[], Tensor], saved: Sequence[Tensor], *, product: bool) -> Tensor:
@@ -340,27 +327,17 @@ def record_ids(use: ParamUse, ids: Tensor) -> None:
         use.forward.looked_up[name].append(ids)
 
 
-def attached(use: ParamUse, output: Tensor, *, rows: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+def attached(
+    use: ParamUse, output: Tensor, *, behind: Any, anchored: bool, hook: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Register a use; return its output, no view and behind it the anchor; ``hook`` returns the gradient to go on."""
+    # `anchored`: the graph of its data, which the node `behind` made, leads to the anchor.
     anchor = use.forward.around.anchor
-    if output.requires_grad:
-        output = without_view(output, anchor, anchored=leads_to(rows, anchor))
-    else:
+    if not output.requires_grad:
         output = enter_graph(output, anchor)
-    node = _torch.hear_gradient(output, hook)
-    register(use, node, rows.grad_fn)
+    elif not anchored or _torch.is_view(output):
+        output = without_view(output, anchor, anchored=anchored)
+    node = _torch.hear_gradient(output, hook or use.arrive)
+    register(use, node, behind)
     set_metadata(node, USE_KEY, use)
     return output
-
-
-def delivery(use: ParamUse) -> Callable[[Tensor], Tensor]:
-    """Return the hook on an output whose rows are not its first axes: it hands on the gradient, rows first."""
-    # Elsewhere `ParamUse.arrive` is one.
-    order, deliver = use.order, use.forward.around.deliver
-
-    def hook(grad: Tensor) -> Tensor:
-        grad = grad.contiguous()
-        deliver(use, grad.permute(order))
-        return grad
-
-    return hook

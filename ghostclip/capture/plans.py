@@ -27,7 +27,6 @@ from ghostclip.capture.nodes import InnerGraph, source
 from ghostclip.capture.param_use import (
     ParamUse,
     attached,
-    delivery,
     no_axis_message,
     register,
     run_and_save,
@@ -46,7 +45,7 @@ from ghostclip.capture.row_maps import (
     result_axes,
     wants_gradient,
 )
-from ghostclip.capture.sample_axis import ROWS_KEY, set_metadata
+from ghostclip.capture.sample_axis import ROWS_KEY, leads_to, set_metadata
 from ghostclip.capture.tracked import Operation, TrackedTensor
 from ghostclip.errors import BatchAxisError
 from ghostclip.factors import Dense, Factor
@@ -411,7 +410,8 @@ class ByRule(Plan):
     def carry_out(self, use: ParamUse) -> Tensor:
         """Run the operation with a use of its parameters; the result is in the graph."""
         output = run_and_save(use, self.call, self.saved, product=self.is_product)
-        return attached(use, output, rows=self.rows, hook=delivery(use) if use.order else use.arrive)
+        anchored = leads_to(self.rows, use.forward.around.anchor)
+        return attached(use, output, behind=self.rows.grad_fn, anchored=anchored)
 
     @property
     def is_product(self) -> bool:

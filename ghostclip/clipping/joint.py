@@ -367,8 +367,8 @@ class SmallLayers:
         if node is not None:
             if type(node) is not SavedTensors:
                 return False
-            data, address = node.form.shape, node.address
-            elements += node.form.elements
+            data, address = node.shape, node.address
+            elements += node.elements
         most = _SMALL if grad.is_cpu else _SMALL_ON_A_GPU
         # Layers that read one input share its Gram, see `ghostclip.clipping.joint`.
         if not size or elements > most or not use.forward.stands_alone(use.site.consumed, address):
