@@ -35,8 +35,6 @@ class CallLayout:
 
     inputs: tuple[int, ...]  # for every tensor among the arguments, in order, an axis, `CONSTANT` or `UNKNOWN`
     outputs: tuple[int, ...] = ()  # the same for the results
-    resized: Shapes = ()  # shapes of the arguments for N samples
-    size: int = 0  # N
 
 
 class Calls:
@@ -74,7 +72,7 @@ class Resized:
         """Return where samples lie in a call of the forward itself; None where it has no counterpart."""
         recorded = self.calls.get(key)
         axes = None if recorded is None else self.compared(shapes, recorded[0])
-        return None if axes is None or recorded is None else CallLayout(axes, (), recorded[0], self.size)
+        return None if axes is None else CallLayout(axes)
 
     def of_results(self, key: Key, shapes: Shapes) -> tuple[int, ...]:
         """Return the axis of samples in each tensor that a call of the forward itself returned; empty where unknown."""
@@ -178,11 +176,6 @@ class CallSite:
     ways: set[Any] = field(default_factory=set)  # proved ways by which forwards reach it
     way: Any = None  # the proved way of the latest forward
     located: Any = None  # (row maps, the chosen one, where samples lie in the output by it), as last asked for
-
-    @property
-    def proven(self) -> bool:
-        """Whether there is evidence on it, or none is possible."""
-        return self.attempts >= MAX_ATTEMPTS
 
     def describe(self) -> str:
         """Return the name of the place for an error message."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ghostclip import _torch, _tree
-from ghostclip.capture.call_sites import CONSTANT, NEVER, UNKNOWN, Key, Shapes, counted_as, key_of
+from ghostclip.capture.call_sites import CONSTANT, NEVER, UNKNOWN, Key, counted_as, key_of
 from ghostclip.capture.derive import broadcast_over
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.sample_axis import LOST, UNKNOWN_ORDER, SampleAxis, sample_axis_at
@@ -426,8 +426,6 @@ class ArgumentLayout:
     place: Any  # key: the operation's parameters, the number of axes of its tensors, and the number of the call
     # an axis, `CONSTANT` or `UNKNOWN`, by the number (``id``) of the tensor; empty where nothing is known
     axes: Mapping[int, int] = field(default_factory=dict)
-    resized: Shapes = ()  # shapes of its tensors for another number of samples, where they are known
-    size: int = 0  # that number of samples
     call: Key = ()  # the call, as a resized forward tells calls apart
     result: int = UNKNOWN  # axis of the result that has samples, where the arguments tell
 
@@ -464,12 +462,12 @@ def layout_of(operation: Operation, forward: ForwardContext) -> ArgumentLayout:
     frozen = {id(one): CONSTANT for one in operation.plain if isinstance(one, nn.Parameter)}
     constants = {number: axis for number, axis in frozen.items() if number not in forward.inputs}
     if layout is None:
-        return ArgumentLayout(layout_key, constants, call=rows.key)
+        return ArgumentLayout(layout_key, constants, rows.key)
     axes = {id(tensor): axis for tensor, axis in zip(tensors, layout.inputs, strict=True)}
     if is_guessed:
         # What the first call was given may be one of many pieces of the batch, all of one size.
         axes = {number: axis for number, axis in axes.items() if axis != CONSTANT} | constants
-    return ArgumentLayout(layout_key, axes, layout.resized, layout.size, rows.key)
+    return ArgumentLayout(layout_key, axes, rows.key)
 
 
 def result_axes(layout: ArgumentLayout, result: Any, forward: ForwardContext) -> tuple[int, ...]:
