@@ -301,19 +301,22 @@ _RAGGED = (
 )
 
 
-class _RowsOf:
-    """The sample of each row by tensor, as long as the tensor lives."""
+class _TensorTable:
+    """A value by tensor, as long as the tensor lives; it costs nothing until anything is stored."""
 
     def __init__(self) -> None:
         self.stored = False  # whether anything was ever stored; most models leave the order of their rows alone
         self._known: Any = None  # the table, once anything is stored
 
-    def __setitem__(self, tensor: Tensor, rows: Tensor) -> None:
+    def __setitem__(self, tensor: Tensor, value: Any) -> None:
         if not self.stored:
             self.stored, self._known = True, _torch.weak_table()
-        self._known[tensor] = rows
+        self._known[tensor] = value
 
-    def get(self, tensor: Tensor) -> Tensor | None:
+    def __contains__(self, tensor: Tensor) -> bool:
+        return self.stored and tensor in self._known
+
+    def get(self, tensor: Tensor) -> Any:
         return self._known.get(tensor) if self.stored else None
 
 
@@ -335,13 +338,13 @@ class RowTracker(TorchFunctionMode):
         self._noted = self._over = False  # whether something was stored on nodes; whether watching ended early
         self._may_end = True  # not where some forward has asked more often than the one before
         self._came_in: dict[int, int] = {}  # versions of the model's inputs, by `id`
-        self._rows = _RowsOf()  # the sample of each row, of tensors whose rows lie in another order
+        self._rows = _TensorTable()  # the sample of each row, of tensors whose rows lie in another order
         # Of padded batches with their sequences on axis 1, about to be packed: the sample of each.
-        self._columns: Any = _torch.weak_table()
+        self._columns = _TensorTable()
         # Those whose rows were taken for the samples' because there are as many; positions may be, or a constant table.
-        self._guessed: Any = _torch.weak_table()
+        self._guessed = _TensorTable()
         # Inputs whose samples were put behind their positions, and then folded with these.
-        self._alternating: Any = _torch.weak_table()
+        self._alternating = _TensorTable()
         self._dummy = False  # whether a dummy sample stands in for an empty batch
         self._inputs: Sequence[Tensor] = ()  # of the running forward, as the next two
         self._batch_size = 0
@@ -373,14 +376,8 @@ class RowTracker(TorchFunctionMode):
         self._count = self._counted = 0
         self._came_in = {id(tensor): _torch.version(tensor) for tensor in inputs}
         self.resized, self._calls, self.key, self._depth = resized, Calls(), (), 0
-        if self._rows.stored:
-            self._rows = _RowsOf()
-        if len(self._columns):
-            self._columns = _torch.weak_table()
-        if len(self._guessed):
-            self._guessed = _torch.weak_table()
-        if len(self._alternating):
-            self._alternating = _torch.weak_table()
+        for table in (self._rows, self._columns, self._guessed, self._alternating):
+            table.stored = False
         self._batch_size, self._axis, self._inputs, self._dummy = batch_size, axis, inputs, dummy
         self.active = True
         if self._watched:
@@ -407,7 +404,7 @@ class RowTracker(TorchFunctionMode):
         """Stop watching; the samples of tensors that still live stay known until the next forward."""
         if self._watched and self.active:
             self._seen = True
-            self._changed |= self._rows.stored or len(self._columns) > 0
+            self._changed |= self._rows.stored or self._columns.stored
             if not self._over:
                 self._last_asked = -1 if self._has_noted() or self.resized is not None else self._asked
         self._inputs, self._came_in, self.active = (), {}, False
@@ -430,7 +427,8 @@ class RowTracker(TorchFunctionMode):
 
     def _has_noted(self) -> bool:
         """Return whether the running forward did anything with rows that is to be remembered."""
-        return self._noted or self._rows.stored or any(map(len, (self._columns, self._guessed, self._alternating)))
+        tables = self._rows, self._columns, self._guessed, self._alternating
+        return self._noted or any(table.stored for table in tables)
 
     def calls_since(self) -> int:
         """Return how many functions that may move rows were called since one ran on data that is not as it came."""
@@ -698,7 +696,7 @@ class RowTracker(TorchFunctionMode):
         """Store how axes of an input were folded into rows; False where no samples were stored."""
         whole, size = _torch.base_of(base), self._batch_size
         if base in self._columns and list(base.shape[:2]) == [1, *folded.shape[:1]]:
-            self._rows[folded] = self._columns[base]
+            self._rows[folded] = self._columns.get(base)
             return True
         if whole is None or id(whole) not in self._came_in or self._axis or not folded.dim():
             return False
