@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 from weakref import ref
@@ -131,16 +131,10 @@ class Snapshot:
         self._norms = [module for module in self.modules if isinstance(module, _torch.AnyBatchNorm)]
         # the recurrent layers among them
         self.recurrent = [module for module in self.modules if isinstance(module, nn.RNNBase)]
-        self._kinds = list(map(type, self.modules))
         self._attributes = list(map(vars, self.modules))
         self._tables = _torch.parameter_and_child_tables(self._attributes)
-        self._empty = [table for table in self._tables if not table]  # these must stay empty
-        self._full = list(filter(None, self._tables))
-        self._sizes = list(map(len, self._full))
-        self._names = list(chain.from_iterable(self._full))
-        # Views, which follow their tables.
-        self._views = [table.values() for table in self._full]
-        self._held: list[Any] = list(chain.from_iterable(self._views))  # parameters and children
+        self._held: list[Any] = list(chain.from_iterable(map(dict.values, self._tables)))  # parameters and children
+        self._inventory = self._now()
         parameters = [item for item in self._held if isinstance(item, nn.Parameter)]
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
 
@@ -158,21 +152,18 @@ class Snapshot:
     def matches(self) -> bool:
         """Return whether modules, parameters, their memory and what is trained of them are as they were."""
         # False also where a batch norm is in training mode.
-        if not (self._same_modules() and all(map(_is_trained, self._trained)) and self._same_memory()):
+        if not (self._now() == self._inventory and all(map(_is_trained, self._trained)) and self._same_memory()):
             return False
         return not any(map(_is_trained, self._frozen)) and not any(map(_is_training, self._norms))
 
-    def _same_modules(self) -> bool:
-        """Return whether modules are of the same classes and have the same objects under the same names."""
-        return (
-            list(map(type, self.modules)) == self._kinds
-            and all(map(is_, _torch.parameter_and_child_tables(self._attributes), self._tables))
-            and not any(self._empty)
-            and list(map(len, self._full)) == self._sizes
-            and list(chain.from_iterable(self._full)) == self._names
-            # By identity: parameters that are compared make a tensor.
-            and all(map(is_, chain.from_iterable(self._views), self._held))
-        )
+    def _now(self) -> list[list[Any]]:
+        """Return classes of modules, their tables, and the names and objects in these: objects by their numbers."""
+        # Parameters that are compared make a tensor. What was recorded is alive, so that a number is one object's.
+        tables = _torch.parameter_and_child_tables(self._attributes)
+        held = chain.from_iterable(map(dict.values, tables))
+        names = chain.from_iterable(tables)
+        numbers = list(map(id, tables)), list(map(id, held))
+        return [list(map(type, self.modules)), *numbers, list(map(len, tables)), list(names)]
 
     def _same_memory(self) -> bool:
         """Return whether parameters lie where their aliases do, of the same sizes and dtypes."""
