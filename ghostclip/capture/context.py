@@ -251,7 +251,8 @@ class CaptureContext:
         token = hooks.Token(call.kwargs)
         self._running = hooks.Running(call.module, token, self._break_off)
         self._start(call.args, call.kwargs, tensors=tensors)
-        if self._inner_calls_say_nothing():
+        # Calls inside have no role where there is no sampler, no rank and no unit of its own.
+        if not (any_samplers(self._watch.kinds) or self.substitution.units or _torch.several_ranks()):
             self._watch.inner_off(call.module)
         return call.args, token
 
@@ -276,10 +277,6 @@ class CaptureContext:
                 "model first, then build the optimizer from its parameters, then call make_private; a private model "
                 "takes remove_hooks() before that, and make_private again on the same engine."
             )
-
-    def _inner_calls_say_nothing(self) -> bool:
-        """Return whether calls inside the outermost one have no role: no sampler, no rank, no unit of its own."""
-        return not (any_samplers(self._watch.kinds) or self.substitution.units or _torch.several_ranks())
 
     def _start(self, *inputs: Any, tensors: Sequence[Tensor] | None = None) -> None:
         """Substitute the parameters and watch operations on them and on the data."""

@@ -34,11 +34,10 @@ from ghostclip.capture.call_sites import (
     counted_as,
     key_of,
 )
-from ghostclip.capture.derive import refuse_data, reorders_copies
+from ghostclip.capture.derive import derive, refuse_data, reorders_copies, write
 from ghostclip.capture.forward import ForwardContext
-from ghostclip.capture.nodes import save_tensors
-from ghostclip.capture.param_use import FactorFunction, ParamUse, attached, record_ids, run_and_save
-from ghostclip.capture.plans import Broadcast, ByRule, Derive, General, Inside, PerSampleCopies, Plan, Write
+from ghostclip.capture.param_use import FactorFunction, ParamUse, attached, run_and_save
+from ghostclip.capture.plans import Broadcast, ByRule, Direct, General, PerSampleCopies, Plan
 from ghostclip.capture.row_maps import (
     IN_ORDER,
     ArgumentLayout,
@@ -209,17 +208,19 @@ def decide(operation: Operation, layout: ArgumentLayout, forward: ForwardContext
     )
     data = [tensor for tensor in operation.plain if is_data(tensor, layout, operation.name, forward)]
     if not data or reorders_copies(operation, forward.batch_size):
-        return Decision(Write(operation) if operation.is_in_place else Derive(operation), orders)
+        if operation.is_in_place:
+            return Decision(Direct(lambda: write(operation, forward.around.buffers())), orders)
+        return Decision(Direct(partial(derive, operation)), orders)
     refuse_data(operation)
     decomposed = decompose(operation.func, operation.name, forward)
     if decomposed is not None:
-        return Decision(Inside(partial(decomposed, *operation.args, **operation.kwargs)), orders)
+        return Decision(Direct(partial(decomposed, *operation.args, **operation.kwargs)), orders)
     again = rewritten(operation)
     if again is not None:
-        return Decision(Inside(partial(_inside, again, forward)), orders)
+        return Decision(Direct(partial(_inside, again, forward)), orders)
     if operation.name in _LIKE:
         is_target = isinstance(operation.args[0], TrackedTensor)
-        return Decision(Derive(operation) if is_target else Inside(operation.run_plain), orders)
+        return Decision(Direct(partial(derive, operation) if is_target else operation.run_plain), orders)
     plan, more = _consuming(operation, layout, data, forward)
     return Decision(plan, (*orders, *more))
 
@@ -261,7 +262,7 @@ def _consuming(
             return by_rule, orders
         if known < 0 and not operation.is_in_graph:
             # The samples' number stands on an axis that cannot hold samples: a constant.
-            return Derive(operation), orders
+            return Direct(partial(derive, operation)), orders
     if is_elementwise(operation.name):
         plan = _broadcast(operation, layout, data, forward, orders)
         if plan is not None:
@@ -397,8 +398,7 @@ class _CachedDecision:
     dims: int  # number of batch axes of the data
     order: tuple[int, ...]  # axes of the output, those of its rows first, see `Captured`
     alike: OperationForm | None
-    first: _KnownCall | None = None  # the call with the first number
-    # by the number of the call and of the site, without the first
+    # by the number of the call and of the site
     calls: dict[Visits, _KnownCall] = field(default_factory=dict)
 
     def data_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -431,7 +431,7 @@ class _CachedDecision:
         # None for another form.
         before = forward.visits.get(self.visits)
         visits = FIRST if before is None else (before[0] + 1, before[1] + 1)
-        call = self.first if before is None else self.calls.get(visits)
+        call = self.calls.get(visits)
         if call is None or call.site.attempts < MAX_ATTEMPTS or not is_rule_for(self.name, self.rule):
             return None
         known, sizes, wanted = call.known, tuple(rows.shape[: self.dims]), self.form.requires_grad
@@ -456,15 +456,8 @@ class _CachedDecision:
             values[place] = rows
         else:
             keywords = {**keywords, place: rows}
-        if self.product and _torch.any_autocast():
-            run = partial(_past_overrides, func, values, keywords)
-            return run_and_save(use, run, (rows,) if self.saves else (), product=True)
-        if self.name == "embedding":
-            record_ids(use, rows)
-        if self.saves:
-            # Before the operation runs, which may change its input in place (then reading it back is an error).
-            use.node = save_tensors((rows,))
-        return func(*values, **keywords) if self.plain else _past_overrides(func, values, keywords)
+        run = partial(func, *values, **keywords) if self.plain else partial(_past_overrides, func, values, keywords)
+        return run_and_save(use, run, (rows,) if self.saves else (), product=self.product)
 
 
 class DecisionCache:
@@ -513,11 +506,7 @@ class DecisionCache:
             decisions = self._cached[key]
             decisions[:] = [decision, *(other for other in decisions if other.data_of(args, kwargs) is None)]
             self._size += 1
-        call, visits = _KnownCall(use.site, plan.known), forward.visits[decision.visits]
-        if visits == FIRST:
-            decision.first = call
-        else:
-            decision.calls[visits] = call
+        decision.calls[forward.visits[decision.visits]] = _KnownCall(use.site, plan.known)
 
 
 def _cached_decision(operation: Operation, plan: ByRule, rule: Rule, forms: Sequence[Any]) -> _CachedDecision:
@@ -533,8 +522,7 @@ def _cached_decision(operation: Operation, plan: ByRule, rule: Rule, forms: Sequ
         positional=len(args),
         names=tuple(kwargs),
         place=position,
-        # One object for all operations.
-        form=_data_forms.setdefault(forms[position], forms[position]),
+        form=forms[position],
         values=[None if item is data else item for item in plain(args)],
         keywords={name: None if item is data else item for name, item in plain(kwargs).items()},
         rows=position if position < len(args) else list(kwargs)[position - len(args)],
@@ -549,7 +537,6 @@ def _cached_decision(operation: Operation, plan: ByRule, rule: Rule, forms: Sequ
     )
 
 
-_data_forms: dict[_DataForm, _DataForm] = {}
 _DATA: Final = object()
 
 

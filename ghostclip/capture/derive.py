@@ -30,13 +30,12 @@ _BROADCASTS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 _RESHAPING = {"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_"}
 
 
-def derive(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def derive(operation: Operation) -> Any:
     """Run a function of tracked tensors and constants, and track the floating tensors of its result."""
+    name, args, kwargs = operation.name, operation.args, operation.kwargs
     parents = tracked_leaves((args, kwargs))
-    graph_args = replace_tracked(args, lambda tracked: tracked.origin.graph)
-    graph_kwargs = replace_tracked(kwargs, lambda tracked: tracked.origin.graph)
     with torch.enable_grad():
-        result = func(*graph_args, **graph_kwargs)
+        result = operation.run(lambda tracked: tracked.origin.graph)
     by_graph = {id(parent.origin.graph): parent for parent in parents}
 
     def follow(tensor: Tensor, index: int | None) -> Any:

@@ -311,20 +311,16 @@ def run_and_save(use: ParamUse, run: Callable[[], Tensor], saved: Sequence[Tenso
     """Run an operation, store what its backward needs in the use, and return the output as it is."""
     # product: a product of matrices, which autocast forms in 16 bits and which changes no input.
     if use.site.operation == "embedding":
-        record_ids(use, saved[0])
-    if product and saved and may_cast(saved[0]):
+        # The ids by which rows of its table are looked up.
+        for name in use.site.names:
+            use.forward.looked_up[name].append(saved[0])
+    if product and saved and _torch.any_autocast() and may_cast(saved[0]):
         output, casts = run(), use.forward.casts
         use.node = save_tensors([casts.of(tensor, output.dtype) for tensor in saved])
         return output
     # Kept before the operation runs, which may change its input in place (then reading it back is an error).
     use.node = save_tensors(saved) if saved else None
     return run()
-
-
-def record_ids(use: ParamUse, ids: Tensor) -> None:
-    """Record in the forward the ids by which rows of an embedding table are looked up."""
-    for name in use.site.names:
-        use.forward.looked_up[name].append(ids)
 
 
 def attached(

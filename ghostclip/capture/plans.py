@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ghostclip import _torch, _tree
 from ghostclip.capture.call_sites import AT_ONCE_FORM, GENERAL_FORM, OperationForm
-from ghostclip.capture.derive import batched_grad, derive, write
+from ghostclip.capture.derive import batched_grad, derive
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import InnerGraph, source
 from ghostclip.capture.param_use import (
@@ -352,28 +352,8 @@ class Plan(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Derive(Plan):
-    """Parameters and constants alone: the result is tracked."""
-
-    operation: Operation
-
-    def run(self, forward: ForwardContext) -> Any:
-        return derive(self.operation.func, self.operation.name, self.operation.args, self.operation.kwargs)
-
-
-@dataclass(frozen=True, eq=False)
-class Write(Plan):
-    """In-place operation on parameters and constants alone: what it writes is tracked."""
-
-    operation: Operation
-
-    def run(self, forward: ForwardContext) -> Any:
-        return write(self.operation, forward.around.buffers())
-
-
-@dataclass(frozen=True, eq=False)
-class Inside(Plan):
-    """The same computation in another form: operations of its own, which are intercepted, or one on plain values."""
+class Direct(Plan):
+    """Nothing is captured here: parameters and constants alone, plain values, or operations that are intercepted."""
 
     call: Callable[[], Any]
 
@@ -475,7 +455,7 @@ class General(Plan):
             if self.operation.is_in_graph or self.operation.is_in_place:
                 raise
             # As many entries as samples, and no room for samples in the result: a constant as well.
-            return Derive(self.operation).run(forward)
+            return derive(self.operation)
 
 
 def _entered(
