@@ -61,17 +61,35 @@ _log = logging.getLogger(__name__)
 class Rerun:
     """An operation with its inputs in the forward, to be run again for all samples at once."""
 
-    # runs it on other values of (its plain tensors, its parameters) and returns its differentiable outputs
-    run: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
-    inputs: Sequence[Tensor]  # its parameters
+    operation: Operation
+    entered: dict[int, Tensor]  # its parameters in a graph of their own, by the number (``id``) of the tracked tensor
     plain: list[Tensor] = field(default_factory=list)  # its plain tensors, known once it has run
     # their versions then; data changed in place since cannot be run on again
     versions: list[int] = field(default_factory=list)
 
-    def remember(self, plain: Sequence[Tensor]) -> None:
-        """Store the values on which it runs in the forward."""
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Its parameters."""
+        return list(self.entered.values())
+
+    def first(self, plain: Sequence[Tensor]) -> tuple[list[Any], _torch.TreeSpec]:
+        """Run it as in the forward, and store the values on which it runs."""
         self.plain[:] = plain
         self.versions[:] = _torch.versions(plain)
+        return self._run(plain, self.entered)
+
+    def again(self, plain: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Run it on other values, and return its differentiable outputs."""
+        items, _ = self._run(plain, dict(zip(self.entered, parameters, strict=True)))
+        return [item for item in items if isinstance(item, Tensor) and item.is_floating_point()]
+
+    def _run(self, plain: Sequence[Tensor], entered: Mapping[int, Tensor]) -> tuple[list[Any], _torch.TreeSpec]:
+        """Run it on local tensors: nothing upstream of its node is touched; return leaves of the result, and form."""
+        leaves, structure = _torch.tree_flatten((self.operation.args, self.operation.kwargs))
+        remaining = iter(plain)
+        local = [next(remaining) if _is_plain(leaf) else entered.get(id(leaf), leaf) for leaf in leaves]
+        args, kwargs = _torch.tree_unflatten(local, structure)
+        return _torch.tree_flatten(self.operation.func(*args, **kwargs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +135,7 @@ def _vmapped(
 
     def one(rows: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         def forward(*parameters: Tensor) -> tuple[Tensor, ...]:
-            outputs = region.run(rows, parameters)
+            outputs = region.again(rows, parameters)
             return tuple(outputs[index] for index in indices)
 
         outputs, pull = torch.func.vjp(forward, *region.inputs)[:2]
@@ -161,20 +179,8 @@ def _close(first: Tensor, second: Tensor) -> bool:
 def _adds_up(region: Rerun, arrived: Sequence[Arrived], sample_grads: Sequence[Tensor]) -> bool:
     """Return whether per-sample gradients add up to autograd's gradient of the batch."""
     outputs, grads = [item.output for item in arrived], [item.grad for item in arrived]
-    whole = torch.autograd.grad(outputs, list(region.inputs), grads, retain_graph=True, materialize_grads=True)
+    whole = torch.autograd.grad(outputs, region.inputs, grads, retain_graph=True, materialize_grads=True)
     return all(_close(mine.sum(0), total) for mine, total in zip(sample_grads, whole, strict=True))
-
-
-def _run_locally(
-    operation: Operation, entered: Mapping[int, Tensor], local: Sequence[Tensor]
-) -> tuple[list[Any], _torch.TreeSpec]:
-    """Run an operation on local copies of its plain tensors: nothing upstream of its node is touched."""
-    # Returns the leaves of the result and their structure.
-    leaves, structure = _torch.tree_flatten((operation.args, operation.kwargs))
-    remaining = iter(local)
-    local_leaves = [next(remaining) if _is_plain(leaf) else entered.get(id(leaf), leaf) for leaf in leaves]
-    args, kwargs = _torch.tree_unflatten(local_leaves, structure)
-    return _torch.tree_flatten(operation.func(*args, **kwargs))
 
 
 def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardContext) -> Any:
@@ -183,7 +189,7 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
         return _in_place(operation, layout, forward)
     tracked = operation.tracked
     entered = {id(t): t.origin.value.detach().requires_grad_() for t in tracked}
-    rerun = _rerun_of(operation, list(entered), list(entered.values()))
+    rerun = Rerun(operation, entered)
     gathered = any(_gathered(tensor, forward) is not None for tensor in operation.plain if tensor.dim())
     site = site_of(forward, tracked, operation.name, GENERAL_FORM, "selected" if gathered else "")
     if site.at_once:
@@ -196,8 +202,7 @@ def in_general(operation: Operation, layout: ArgumentLayout, forward: ForwardCon
     ran: list[tuple[list[Any], _torch.TreeSpec]] = []
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        rerun.remember(tensors)
-        ran.append(_run_locally(operation, entered, tensors))
+        ran.append(rerun.first(tensors))
         return [item for item in ran[0][0] if _in_graph(item)]
 
     deliver = _delivery(use, rerun, output_maps)
@@ -217,16 +222,6 @@ def _gathered(tensor: Tensor, forward: ForwardContext) -> Tensor | None:
     order = order_of_rows(tensor, 0, forward)
     order.record_in(forward)
     return order.samples
-
-
-def _rerun_of(operation: Operation, keys: list[int], inputs: list[Tensor]) -> Rerun:
-    """Return how to run an operation again on other plain tensors and parameters."""
-
-    def again(plain: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-        items, _ = _run_locally(operation, dict(zip(keys, parameters, strict=True)), plain)
-        return [item for item in items if isinstance(item, Tensor) and item.is_floating_point()]
-
-    return Rerun(again, inputs)
 
 
 def _delivery(
