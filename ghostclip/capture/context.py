@@ -158,8 +158,7 @@ class CaptureContext:
         self._watch = hooks.Watch()
         self._attach()
         for unit in units:
-            self._watch.extend(hooks.attach_inside(unit, self._enter_unit, self.substitution.restore))
-            self._watch.extend(hooks.attach_after(unit, self._leave_unit))
+            self._watch.extend(hooks.attach_inside(unit, self._enter_unit, self.substitution.restore, self._leave_unit))
         backward_entry.attach(self)
 
     def _attach(self) -> None:

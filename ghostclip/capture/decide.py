@@ -279,15 +279,6 @@ def _per_sample_axes(operation: Operation, layout: ArgumentLayout, forward: Forw
 
 
 def _apply_rule(operation: Operation, forward: ForwardContext) -> tuple[dict[str, TrackedTensor], Captured] | None:
-    """Apply the operation's rule; its error then names the module of the parameter."""
-    try:
-        return _rule_result(operation)
-    except GhostClipError as error:
-        location = forward.around.describe(operation.tracked[0].origin.names[0])
-        raise type(error)(f"{location}: {error}") from None
-
-
-def _rule_result(operation: Operation) -> tuple[dict[str, TrackedTensor], Captured] | None:
     """Apply the operation's rule: return its tracked arguments by name and what the rule captured; None without one."""
     entry = rule_for(operation.name)
     if entry is None or any(tracked.origin.value.is_complex() for tracked in operation.tracked):
@@ -298,7 +289,12 @@ def _rule_result(operation: Operation) -> tuple[dict[str, TrackedTensor], Captur
     targets = {key: value for key, value in arguments.items() if isinstance(value, TrackedTensor)}
     if len(targets) != len(operation.tracked):
         return None
-    captured = rule(Call(operation.name, plain(arguments), frozenset(targets)))
+    try:
+        captured = rule(Call(operation.name, plain(arguments), frozenset(targets)))
+    except GhostClipError as error:
+        # It does not know the module of the parameter.
+        location = forward.around.describe(operation.tracked[0].origin.names[0])
+        raise type(error)(f"{location}: {error}") from None
     return None if captured is None else (targets, captured)
 
 

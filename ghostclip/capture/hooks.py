@@ -162,19 +162,19 @@ def attach(model: nn.Module, enter: Enter, leave: Leave, watch: Watch) -> None:
 
 
 def attach_inside(
-    module: nn.Module, begins: Callable[[nn.Module], None], ends: Callable[[nn.Module], None]
+    module: nn.Module,
+    begins: Callable[[nn.Module], None],
+    ends: Callable[[nn.Module], None],
+    after: Callable[[nn.Module, Any], None],
 ) -> list[RemovableHandle]:
-    """Register hooks that run after all others before a module's forward, and before all others after it."""
-    # `ends` is called also when the forward raised.
+    """Register hooks that run after all others before a module's forward, and before and after all others after it."""
+    # `ends` is called also when the forward raised, `after` with the output.
+    ending = _Hook(lambda module, args, output: ends(module))
     return [
         module.register_forward_pre_hook(_Hook(lambda module, args: begins(module))),
-        module.register_forward_hook(_Hook(lambda module, args, output: ends(module)), prepend=True, always_call=True),
+        module.register_forward_hook(ending, prepend=True, always_call=True),
+        module.register_forward_hook(_Hook(lambda module, args, output: after(module, output))),
     ]
-
-
-def attach_after(module: nn.Module, ended: Callable[[nn.Module, Any], None]) -> list[RemovableHandle]:
-    """Register a hook, called with module and output, that runs after all others at the end of a module's call."""
-    return [module.register_forward_hook(_Hook(lambda module, args, output: ended(module, output)))]
 
 
 def _is_watched(module: nn.Module) -> bool:
