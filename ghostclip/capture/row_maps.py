@@ -305,14 +305,8 @@ def axis_maps(size: int, batch_size: int, axis: int, followed: RowMap | None = N
     """Return the row maps possible for an axis of the batch, or of batch and others flattened; the preferred first."""
     # `axis` is the model's batch axis: folded rows keep a sample together for 0, alternate for 1. `followed`: what is
     # known of rows that were followed, or routed. Empty when the samples cannot share the rows evenly.
-    if batch_size == 1:
-        return [WHOLE]
-    known = [] if followed is None else [replace(followed, axis=0)]
-    if size == batch_size:
-        return [*known, RowMap("axis")]
-    if batch_size == 0 or size % batch_size:
-        return known
-    return [*known, *(RowMap(kind) for kind in (FOLDED if axis == 0 else FOLDED[::-1]))]
+    known = [] if followed is None or batch_size == 1 else [replace(followed, axis=0)]
+    return [*known, *candidates((size,), batch_size, axis=axis)]
 
 
 @lru_cache(maxsize=4096)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 from weakref import ref
 
@@ -72,7 +71,7 @@ class Roster:
         self._known = {id(p): (name, ref(p)) for name, p in named}
         self._trainable = before | {id(p) for _, p in named if p.requires_grad}
 
-    def compare_forward(self, met: list[int], named: Mapping[str, nn.Parameter] = MappingProxyType({})) -> bool:
+    def compare_forward(self, met: list[int], named: Mapping[str, nn.Parameter]) -> bool:
         """Compare a forward's trainable parameters with those of the forward before; return whether they differ."""
         # `met`: identities, in the order of the modules, a shared one once for each place.
         if met == self._met:
