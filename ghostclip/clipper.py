@@ -25,7 +25,7 @@ from ghostclip.checks.padding import Padded
 from ghostclip.checks.prover import Evidence
 from ghostclip.checks.unchecked import Unchecked
 from ghostclip.clipping.coverage import Coverage, coverage_of
-from ghostclip.clipping.decisions import Decisions, columns
+from ghostclip.clipping.decisions import Decisions, Sequences, columns
 from ghostclip.clipping.loss import (
     LossesOf,
     LossExaminer,
@@ -36,7 +36,7 @@ from ghostclip.clipping.loss import (
     refuse_lost_gradient,
 )
 from ghostclip.clipping.norms import GroupNorms
-from ghostclip.clipping.passes import Sequences, refuse_two_sizes
+from ghostclip.clipping.passes import refuse_two_sizes
 from ghostclip.clipping.plan import MEMORY_BUDGET, BlockPlanner, Cut, Planner
 from ghostclip.clipping.policies import ClipPolicy, Layout, policy_of
 from ghostclip.clipping.store import Savepoint, Sharded, ZeroGrad

@@ -6,6 +6,7 @@ Shape letters: B samples, G clip groups.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any, Protocol
 
 import torch
@@ -84,11 +85,24 @@ class ClipWeights:
         buffer += self._apart.pop(name)
 
 
-class Dealing(Protocol):
-    """Ranks that deal out the samples of a batch among them."""
+class Sequences(Protocol):
+    """Ranks that each have some positions of every sample, and deal out the samples of a batch among them."""
+
+    @property
+    def shares(self) -> Any:
+        """How the ranks share each batch: a `ghostclip.distributed.sample_ranks.Shares`."""
 
     def rows(self, batch_size: int) -> int:
         """Return how many of a batch's samples are this rank's."""
+
+    def common_numbers(self, what: str) -> Random:
+        """Return a generator that draws the same on all of them; called on all of them."""
+
+    def begin(self, forward: ForwardContext) -> None:
+        """Check that all ranks begin a backward through the same layers."""
+
+    def gather(self, factor: Factor) -> Factor:
+        """Return the whole gradients of this rank's samples, from parts of the gradients of all samples."""
 
 
 class Decisions:
@@ -100,7 +114,7 @@ class Decisions:
     """
 
     # `sequences`: ranks that split sequences; of the samples' places that they deal out, the last may stand for none.
-    def __init__(self, policy: ClipPolicy, relation: str, sequences: Dealing | None = None) -> None:
+    def __init__(self, policy: ClipPolicy, relation: str, sequences: Sequences | None = None) -> None:
         """Hold the policy and the neighbouring relation; no backward has run yet."""
         relation_factor(relation)
         self._sequences = sequences

@@ -8,12 +8,11 @@ backward wait for those on which gradients of parameters were accumulated. Here 
 stream must be waited for by who goes on with it, and its memory must not be used again there before that is done.
 """
 
-import random
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from ghostclip import _torch
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import SavedTensors
 from ghostclip.capture.param_use import ParamUse
-from ghostclip.clipping.decisions import ClipWeights, Dealing
+from ghostclip.clipping.decisions import ClipWeights, Sequences
 from ghostclip.clipping.joint import (
     Joint,
     RepeatCheck,
@@ -53,23 +52,6 @@ KeptLayers: TypeAlias = Callable[[ParamUse, Tensor], frozenset[str]]
 
 # More elements than any model has.
 _ANY = 1 << 62
-
-
-class Sequences(Dealing, Protocol):
-    """Ranks that each have some positions of every sample."""
-
-    @property
-    def shares(self) -> Any:
-        """How the ranks share each batch: a `ghostclip.distributed.sample_ranks.Shares`."""
-
-    def common_numbers(self, what: str) -> random.Random:
-        """Return a generator that draws the same on all of them; called on all of them."""
-
-    def begin(self, forward: ForwardContext) -> None:
-        """Check that all ranks begin a backward through the same layers."""
-
-    def gather(self, factor: Factor) -> Factor:
-        """Return the whole gradients of this rank's samples, from parts of the gradients of all samples."""
 
 
 class Streams:

@@ -622,8 +622,7 @@ class Item:
     name: str
     shape: Shape
     moment: int  # when its gradient arrives
-    needed: int  # bytes of the per-sample gradients
-    added: int  # the same less what is dropped instead, at least 0
+    added: int  # bytes of the per-sample gradients less what is dropped instead, at least 0
 
 
 class Planner:
@@ -686,8 +685,7 @@ def _items(backward: Timeline) -> Iterator[Item]:
         name, shape = step.memory.matrix
         if shape.positions > 1:
             inputs = sum(size for key, size in step.inputs.items() if owners[key] == 1)
-            needed = shape.gradient_bytes
-            yield Item(name, shape, number, needed, max(0, needed - step.arriving - inputs))
+            yield Item(name, shape, number, max(0, shape.gradient_bytes - step.arriving - inputs))
 
 
 def _may_pay(forward: ForwardContext, parameters: Mapping[str, Tensor]) -> bool:
@@ -729,7 +727,8 @@ def _chosen(items: Sequence[tuple[Item, float]], free: np.ndarray) -> frozenset[
     added, chosen = np.zeros_like(free), set[str]()
     for item, saving in sorted(items, key=lambda one: one[1] / max(1, one[0].added), reverse=True):
         more = np.where(np.arange(len(free)) < item.moment, 0, item.added)
-        if saving > 0 and item.needed <= free[item.moment] and (added + more <= free)[item.moment :].all():
+        needed = item.shape.gradient_bytes
+        if saving > 0 and needed <= free[item.moment] and (added + more <= free)[item.moment :].all():
             added += more
             chosen.add(item.name)
     return frozenset(chosen)

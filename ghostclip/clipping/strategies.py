@@ -25,10 +25,10 @@ from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.param_use import ParamUse
 from ghostclip.clipping.bounds import Whole
-from ghostclip.clipping.decisions import ClipWeights, Decisions
+from ghostclip.clipping.decisions import ClipWeights, Decisions, Sequences
 from ghostclip.clipping.joint import RepeatCheck, Verdict
 from ghostclip.clipping.norms import GroupNorms, exact_norms
-from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, Sequences, SumPass
+from ghostclip.clipping.passes import BookKeeping, Hooks, NormPass, Pass, SumPass
 from ghostclip.clipping.plan import Cut, Planner
 from ghostclip.clipping.store import GradientStore, Sharded
 from ghostclip.errors import InvalidOptionError, UnsupportedModelError
