@@ -213,7 +213,6 @@ class CaptureContext:
 
     def _begin(self, call: ModuleCall) -> tuple[Any, Any] | None:
         """Begin the outermost call; an empty batch gets a dummy sample, inputs with a gradient lead to the anchor."""
-        self._refuse_late_shards()
         self._stopped[-1] = hooks.suspend_compiler()
         self._refuse_surroundings(call.module)
         if _torch.in_backward():
@@ -221,7 +220,8 @@ class CaptureContext:
             self._start(call.args, call.kwargs)
             return None
         self.stop_listening()
-        self.free_gathered()
+        if self.gathering is not None:
+            self.gathering.free_gathered()
         self.before_forward()
         self.substitution.record_held()
         self.forward = forward = ForwardContext(self._around, 0, self.axis)
@@ -250,7 +250,6 @@ class CaptureContext:
         token = hooks.Token(call.kwargs)
         self._running = hooks.Running(call.module, token, self._break_off)
         self._start(call.args, call.kwargs, tensors=tensors)
-        # Calls inside have no role where there is no sampler, no rank and no unit of its own.
         if not (any_samplers(self._watch.kinds) or self.substitution.units or _torch.several_ranks()):
             self._watch.inner_off(call.module)
         return call.args, token
@@ -262,20 +261,18 @@ class CaptureContext:
         return ModuleCall(call.module, *inputs), _tree.tensors(inputs)
 
     def _refuse_surroundings(self, module: nn.Module) -> None:
-        """Refuse a call inside a transform, and one of the whole model inside a reentrant checkpoint's backward."""
-        around = _torch.in_backward() and module is self.model and not under_checkpoint()
-        if around or _torch.transform() is not None:
-            self._break_off()
-            raise UnsupportedModelError((_inside_a_checkpoint if around else _transformed)(module))
-
-    def _refuse_late_shards(self) -> None:
-        """Refuse a model divided since, before proofs: they follow a rank's samples, and would gather on it alone."""
+        """Refuse a call inside a transform or a reentrant checkpoint's backward, and of a model divided since."""
+        # Shards before proofs: they follow a rank's samples, and would gather on it alone.
         if self.gathering is None and not self.substitution.units and _torch.any_gathered(self.substitution.kinds()):
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} was divided by fully_shard after the clipper was attached. Divide the "
                 "model first, then build the optimizer from its parameters, then call make_private; a private model "
                 "takes remove_hooks() before that, and make_private again on the same engine."
             )
+        around = _torch.in_backward() and module is self.model and not under_checkpoint()
+        if around or _torch.transform() is not None:
+            self._break_off()
+            raise UnsupportedModelError((_inside_a_checkpoint if around else _transformed)(module))
 
     def _start(self, *inputs: Any, tensors: Sequence[Tensor] | None = None) -> None:
         """Substitute the parameters and watch operations on them and on the data."""
@@ -374,11 +371,6 @@ class CaptureContext:
                 # After the hooks that gather, and after a layer's own, which may run the unit again.
                 _torch.hear_gradient(tensor, gathered)
 
-    def _let_compile(self) -> None:
-        # The end of a call may run another: a graph between two parts of the model is followed back.
-        if self._stopped:
-            _torch.restart_compiler(self._stopped.pop())
-
     def _break_off(self) -> None:
         """End a forward that was interrupted without any hook being called."""
         self._watch.inner_on()
@@ -388,7 +380,7 @@ class CaptureContext:
         self._opaque.break_off()
         self._rows.end()
         while self._stopped:
-            self._let_compile()
+            _torch.restart_compiler(self._stopped.pop())
         self._running = None
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -404,7 +396,9 @@ class CaptureContext:
                 failed = output is None or not torch.is_grad_enabled()
                 left = self._end(ModuleCall(module, args, kwargs), captured, failed=failed)
             finally:
-                self._let_compile()
+                # The end of a call may run another: a graph between two parts of the model is followed back.
+                if self._stopped:
+                    _torch.restart_compiler(self._stopped.pop())
             if self._prover is not None and self._prover.records and not (failed or _torch.in_backward()):
                 outputs = outputs_of(captured if left is None else left)
                 self._prover.record_outputs([leaf for leaf in outputs if leaf.requires_grad])

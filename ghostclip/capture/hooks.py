@@ -89,7 +89,8 @@ def is_own(hook: Any) -> bool:
 class Watch:
     """The hooks on the modules of a model; those of inner modules are off while the outermost one runs."""
 
-    # A call inside a call begins and ends nothing, and a module without hooks is called ten times as quickly.
+    # A call inside a call begins and ends nothing (where there is no sampler, no rank and no unit of its own), and a
+    # module without hooks is called ten times as quickly.
     def __init__(self) -> None:
         self.kinds: set[type[nn.Module]] = set()  # classes of the modules
         self._handles: list[RemovableHandle] = []
