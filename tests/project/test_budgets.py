@@ -22,14 +22,14 @@ from tests.project.source import tree_of
 ROOT = Path(ghostclip.__file__).parent
 # Lines of code (no docstring, comment or blank line) of each room; "." is what lies beside the rooms.
 ROOMS = {
-    ".": 4_980, "accounting": 1_620, "audit": 455, "capture": 5_635, "checks": 5_225, "clipping": 3_905,
+    ".": 4_980, "accounting": 1_620, "audit": 455, "capture": 5_545, "checks": 5_240, "clipping": 3_905,
     "compat": 735, "data": 1_445, "distributed": 1_790, "factors": 1_420, "finetune": 1_455, "graph": 2_140,
     "integrations": 1_495, "kernels": 2_205, "noise": 840, "optim": 1_190, "privacy": 1_810,
     "rules": 1_265, "validation": 1_725,
 }  # fmt: skip
 FILES, SMALL_FILES, SMALL = 167, 20, 60
 # Of a steady step with the whole engine, for batches whose size was met before: calls of our functions, and files.
-WAYS = {"linear": (780, 80), "mlp": (900, 80)}
+WAYS = {"linear": (778, 80), "mlp": (900, 80)}
 # Rooms of what such a step does without.
 ELSEWHERE = frozenset(
     {"audit", "commands.py", "compat", "finetune", "integrations", "mechanisms.py", "scaling.py", "validation"}
