@@ -183,10 +183,10 @@ _RULES: dict[str, Callable[[Operation], Callable[[], Any] | None]] = {
 
 # One of two tensors is brought to the other's dtype, device or shape; the other's values take no part.
 _LIKE: Final = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
-# Of a call, shapes of its data by which the way of its rows is remembered.
-_SHAPES: Final = 64
 # More forms than this are no forms: something in the arguments is new each time.
 _MOST: Final = 4096
+# Of a call, shapes of its data by which the way of its rows is remembered.
+_SHAPES: Final = 64
 # Forms of factors that several parameters can have together.
 _TOGETHER: Final = frozenset({"outer product", "dense"})
 _VALUES: Final = frozenset({type(None), bool, int, float, str})

@@ -491,8 +491,8 @@ class LoopReplay:
         self._axes = {number: axis for number, axis in axes.items() if axis is not None}
         # Tensors of the draw, of so many records, that these samples are a part of.
         self._drawn = next((one.drawn for one in noted.values() if one.drawn > batch.size), 0)
-        handed_out = {n: self._tensors[n] for n, one in noted.items() if one.drawn == self._drawn > 0}
-        self._of_draw = {n: batch.axis for n, one in handed_out.items() if self._drawn in one.shape[batch.axis :][:1]}
+        drawn = (n for n, one in noted.items() if one.drawn == self._drawn > 0)
+        self._of_draw = {n: batch.axis for n in drawn if self._drawn in self._tensors[n].shape[batch.axis :][:1]}
         self._ends = [n for n, tensor in self._tensors.items() if tensor.requires_grad and not tensor.is_leaf]
         self._compared = [*map(axis_of, roots), *(axes[number] for number in self._ends)]
         self.others = {n: one.other for n, one in noted.items() if one.other is not None}  # of an earlier batch

@@ -30,7 +30,6 @@ from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.inputs import packed_inputs
 from ghostclip.capture.nodes import Edge
 from ghostclip.capture.row_maps import RowMap, samples_axis
-from ghostclip.capture.sample_axis import sample_axis_at
 from ghostclip.checks.batches import Batch, Randomness
 from ghostclip.checks.dependence import batch_axis_of, first_difference
 from ghostclip.checks.independence import FEWER_TOLERANCE, TOLERANCE, Run, plainly, tried
@@ -381,7 +380,7 @@ class Padding:
         if lengths == self._lengths and not sizes:
             return
         # Of one sample's values a mean is over its own.
-        means = [] if is_of_one(path) or _is_of_one(path) else list(_inner_means(path, forward))
+        means = [] if is_of_one(path) else list(_inner_means(path, forward))
         divisors = list(_divisors(path))
         now = (*(float(count) for count, _, _ in means), *divisors)
         if not lengths:
@@ -430,7 +429,7 @@ class _Ended(NamedTuple):
     entries: int = 0  # of these records
 
     def by_chance(self) -> float:
-        """Return how many values would be met at the ends alone, as far as this one is, if they stood anywhere."""
+        """Return a bound on the chance that one of the values is met as this one is, if they stood anywhere."""
         ends = _choices(self.at_ends + self.records - 1, self.at_ends) + log(max(1, self.records))
         anywhere = _choices(self.entries, self.at_ends + self.elsewhere)
         return exp(min(0.0, ends + _choices(self.entries - self.at_ends, self.elsewhere) - anywhere))
@@ -608,12 +607,6 @@ def _inner_means(path: Path, forward: ForwardContext) -> Iterator[tuple[int, Red
             sizes = [length // (size if other == sample_axis else 1) for other, length in enumerate(step.sizes)]
             axes = [(length, other in step.axes) for other, length in enumerate(sizes) if length > 1]
             yield prod(length for length, is_reduced in axes if is_reduced), step, axes
-
-
-def _is_of_one(path: Path) -> bool:
-    """Return whether the values at the end of a path belong to one sample, as far as it is known."""
-    rows = sample_axis_at(path.ends[0])
-    return rows is not None and rows.axis < 0
 
 
 def _divisors(path: Path) -> Iterator[float]:

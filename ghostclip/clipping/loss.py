@@ -32,6 +32,7 @@ from ghostclip.capture.context import CaptureContext
 from ghostclip.capture.forward import ForwardContext
 from ghostclip.capture.nodes import Edge, edge_of, shape_at
 from ghostclip.capture.row_maps import FOLDED, WHOLE, RowMap
+from ghostclip.capture.sample_axis import sample_axis_at
 from ghostclip.checks.linear_paths import CLASSES, Number, Path, ReducedAxes, grouped, paths
 from ghostclip.checks.loss_graph import above_outputs, refuse_changed_gradients, refuse_following
 from ghostclip.checks.losses import Ends, LossRows, gathered_at, is_picked
@@ -320,9 +321,12 @@ class LossExaminer:
         )
 
     def _is_of_one(self, path_groups: dict[_Key, list[Path]], path: Path) -> bool:
-        """Return whether the values at the end of a path were proved to be one sample's."""
+        """Return whether the values at the end of a path are one sample's, as was proved, or as the graph shows."""
         keys = [key for key, alike in path_groups.items() if any(one is path for one in alike)]
-        return any(key in self._seen and self._seen[key].row_map.kind == "one" for key in keys)
+        if any(key in self._seen and self._seen[key].row_map.kind == "one" for key in keys):
+            return True
+        rows = sample_axis_at(path.ends[0])
+        return rows is not None and rows.axis < 0
 
     def _begun(self, root: Any, grad: Tensor | None) -> tuple[Edge, Path]:
         """Return where a backward starts: the edge, and a path with the starting gradient as its factor."""

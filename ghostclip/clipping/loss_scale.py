@@ -259,13 +259,13 @@ def added(parallel_paths: Sequence[Path], constants: Sequence[float], row_map: R
 
 def row_of(path: Path, row_map: RowMap, batch_size: int) -> int | None:
     """Return which sample's rows of its end a path leads through; None where it is through those of several."""
-    *above, end = [*takewhile(lambda edge: edge not in path.ends, path.passed()), path.ends[0]]
-    sizes = shape_at(end) or ()
+    above = [*takewhile(lambda edge: edge not in path.ends, path.passed())]
+    sizes = shape_at(path.ends[0]) or ()
     rows = row_map.sample_axis(sizes, batch_size)
     # A loss of torch with a reduction of its own leaves no rows.
     if rows is None or path.loss is not None or rows.size not in sizes[rows.axis :][:1]:
         return None
-    return sample_picked(rows, [end, *reversed(above)])
+    return sample_picked(rows, [path.ends[0], *reversed(above)])
 
 
 def constant_of(parallel_paths: Sequence[Path], *, batch_size: int, axis: int, counts: Counts) -> float:
